@@ -1,0 +1,1 @@
+"""The harness: engine protocol, comparison, checks, faults and the command line `dsv41`."""

@@ -1,0 +1,1 @@
+"""The fast engine: packed caches, slots and pages, Triton kernels, recorded graphs."""

@@ -1,0 +1,1 @@
+"""Benchmark history, roofline and the dashboard."""
