@@ -6,7 +6,8 @@ Field names are those of the release's config.json (`text_config`). Roles are de
     index source of layer l = the largest index-source id <= l
     layer l masks by candidates iff it is an index source strictly after the candidate source
 
-A slice (`layer_ids`) keeps the original layer numbers: hash seeds, primes, sources and tensor names depend on them.
+A slice (`layer_ids`) keeps the original layer numbers: hash seeds, primes, sources and tensor names depend
+on them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from reference import presets
 from reference.errors import ConfigError
 from reference.primes import engram_primes
 
@@ -45,7 +47,7 @@ class LayerRole:
 
 @dataclass(frozen=True)
 class V41Config:
-    """Every size and constant of the model. Raises ConfigError, with all problems listed, if they don't fit together."""
+    """Every size and constant of the model. Raises ConfigError, listing all problems, if they don't fit together."""
 
     vocab_size: int
     hidden_size: int
@@ -125,8 +127,8 @@ class V41Config:
 
     @cached_property
     def _roles(self) -> dict[int, LayerRole]:
-        indices = (*self.layer_ids, *(self.num_hidden_layers + s for s in range(self.num_nextn_predict_layers)))
-        return {index: self._role(index) for index in indices}
+        drafts = range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
+        return {index: self._role(index) for index in (*self.layer_ids, *drafts)}
 
     def _role(self, index: int) -> LayerRole:
         is_draft = index >= self.num_hidden_layers
@@ -180,9 +182,8 @@ class V41Config:
     @property
     def engram_primes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Hash moduli [layer in engram_layer_ids][order - 2][head]."""
-        return engram_primes(
-            len(self.engram_layer_ids), self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size
-        )
+        layers = len(self.engram_layer_ids)
+        return engram_primes(layers, self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size)
 
     def with_engram_vocab(self, vocab_size: int) -> V41Config:
         """The same model with smaller (or larger) n-gram tables: table rows follow from the primes."""
@@ -227,11 +228,12 @@ class V41Config:
 
     def digest(self) -> str:
         """sha256 of the canonical JSON: equal digests mean equal configurations."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
     @classmethod
     def from_json(cls, source: str | Path | Mapping[str, Any]) -> V41Config:
-        """From a config.json (nested `text_config` or flat), an inference/config.json, or their parsed content."""
+        """From a config.json (nested `text_config` or flat), an inference/config.json, or their content."""
         from reference.config_json import read_config_fields
 
         return cls(**read_config_fields(source))
@@ -239,55 +241,18 @@ class V41Config:
     @classmethod
     def flash(cls) -> V41Config:
         """The released DeepSeek-V4.1-Flash values."""
-        return cls.from_json(FLASH)
+        return cls(**presets.FLASH)
 
     @classmethod
     def toy(cls) -> V41Config:
         """Nine layers that hold every role, small enough for a step of milliseconds, and two draft stages."""
-        return cls.from_json(TOY)
+        return cls(**presets.TOY)
 
     @classmethod
     def flash_slice(cls) -> V41Config:
-        """Released widths, one layer of each role, n-gram tables of 2.4 million rows: fits one accelerator."""
+        """Released widths, one layer of each role, n-gram tables of 2.4 million rows: fits one GPU."""
         return cls.flash().with_engram_vocab(100_000).sliced((1, 2, 3, 20, 21, 24))
 
-
-FLASH: dict[str, Any] = {
-    "vocab_size": 129280, "hidden_size": 5120, "moe_intermediate_size": 2304, "num_hidden_layers": 40,
-    "num_attention_heads": 64, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1280, "o_lora_rank": 1024,
-    "o_groups": 8, "swiglu_limit": 10.0, "rms_norm_eps": 1e-20, "max_position_embeddings": 1048576,
-    "rope_theta": 10000.0, "compress_rope_theta": 160000.0, "rope_factor": 16.0, "rope_beta_fast": 32.0,
-    "rope_beta_slow": 1.0, "original_max_position_embeddings": 65536, "n_routed_experts": 384, "n_shared_experts": 1,
-    "num_experts_per_tok": 6, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "routed_scaling_factor": 1.5,
-    "sliding_window": 128, "compress_ratios": [0] * 2 + [2] * 18 + [1] * 20 + [0] * 3,
-    "kv_source_layer_ids": [2, 8, 14, 20], "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
-    "index_n_heads": 32, "index_head_dim": 128, "index_topk": 512, "candidate_source_layer_id": 20,
-    "candidate_topk_blocks": 2048, "candidate_block_size": 8, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
-    "engram_layer_ids": [1, 14], "engram_num_embeddings": [384006168, 384016682], "engram_max_ngram_size": 4,
-    "engram_vocab_size": 16000000, "engram_n_heads": 8, "engram_head_dim": 256, "engram_pad_token_id": 2,
-    "engram_compressed_vocab_size": 99092, "num_nextn_predict_layers": 3, "dspark_block_size": 5,
-    "dspark_noise_token_id": 128799, "dspark_target_layer_ids": [37, 38, 39], "dspark_markov_rank": 256,
-    "dspark_n_routed_experts": 128, "dspark_num_experts_per_tok": 3, "image_token_id": 129264,
-    "dtype": "fp8", "expert_dtype": "fp4",
-}  # fmt: skip
-
-TOY: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 9,
-    "num_attention_heads": 4, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32,
-    "o_groups": 2, "swiglu_limit": 10.0, "rms_norm_eps": 1e-20, "max_position_embeddings": 1024,
-    "rope_theta": 10000.0, "compress_rope_theta": 160000.0, "rope_factor": 16.0, "rope_beta_fast": 32.0,
-    "rope_beta_slow": 1.0, "original_max_position_embeddings": 0, "n_routed_experts": 8, "n_shared_experts": 1,
-    "num_experts_per_tok": 2, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "routed_scaling_factor": 1.5,
-    "sliding_window": 8, "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 0, 0],
-    "kv_source_layer_ids": [2, 4, 5], "index_source_layer_ids": [2, 4, 5, 7],
-    "index_n_heads": 4, "index_head_dim": 32, "index_topk": 6, "candidate_source_layer_id": 5,
-    "candidate_topk_blocks": 3, "candidate_block_size": 4, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
-    "engram_layer_ids": [1, 7], "engram_num_embeddings": [184, 258], "engram_max_ngram_size": 3,
-    "engram_vocab_size": 40, "engram_n_heads": 2, "engram_head_dim": 32, "engram_pad_token_id": 2,
-    "engram_compressed_vocab_size": 150, "num_nextn_predict_layers": 2, "dspark_block_size": 3,
-    "dspark_noise_token_id": 255, "dspark_target_layer_ids": [6, 7, 8], "dspark_markov_rank": 32,
-    "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2, "dtype": "fp8", "expert_dtype": "fp4",
-}  # fmt: skip
 
 PRESETS = {"flash": V41Config.flash, "toy": V41Config.toy, "flash-slice": V41Config.flash_slice}
 

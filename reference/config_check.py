@@ -1,10 +1,14 @@
-"""What makes a configuration wrong. Every rule here says which fields disagree; all of them are checked, none stops
-at the first. Block sizes: Q8 quantises 32 consecutive channels, Q4i 32, Q4c 16, fp8 weights 32 x 32, fp4 weights 1 x 32."""
+"""What makes a configuration wrong. Every rule says which fields disagree; all are checked, none stops at the first.
+
+Block sizes: Q8 quantises 32 consecutive channels, Q4i 32, Q4c 16; fp8 weights have a scale for 32 x 32 values,
+fp4 weights one for 1 x 32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from reference.errors import Problem
@@ -17,15 +21,19 @@ DENSE_DTYPES = ("fp8", "bf16")
 EXPERT_DTYPES = ("fp4", "fp8", "bf16")
 
 POSITIVE = (
-    "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim "
-    "q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok sliding_window index_n_heads "
-    "index_head_dim index_topk max_position_embeddings gate_temp routed_scaling_factor rms_norm_eps rope_theta "
-    "compress_rope_theta rope_factor rope_beta_fast rope_beta_slow hc_mult hc_sinkhorn_iters hc_eps"
-).split()
-ENGRAM_POSITIVE = "engram_vocab_size engram_n_heads engram_head_dim engram_compressed_vocab_size".split()
+    "vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "head_dim", "qk_rope_head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "n_routed_experts",
+    "num_experts_per_tok", "sliding_window", "index_n_heads", "index_head_dim", "index_topk",
+    "max_position_embeddings", "gate_temp", "routed_scaling_factor", "rms_norm_eps", "rope_theta",
+    "compress_rope_theta", "rope_factor", "rope_beta_fast", "rope_beta_slow", "hc_mult",
+    "hc_sinkhorn_iters", "hc_eps",
+)  # fmt: skip
+ENGRAM_POSITIVE = (
+    "engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size",
+)  # fmt: skip
 DRAFT_POSITIVE = (
-    "dspark_block_size dspark_markov_rank dspark_n_routed_experts dspark_num_experts_per_tok".split()
-)
+    "dspark_block_size", "dspark_markov_rank", "dspark_n_routed_experts", "dspark_num_experts_per_tok",
+)  # fmt: skip
 
 Add = Callable[[str, str, Any], None]
 
@@ -59,7 +67,10 @@ def _types(config: V41Config, add: Add) -> None:
         "float": ("a finite number", lambda v: type(v) is float and v - v == 0),
         "bool": ("true or false", lambda v: type(v) is bool),
         "str": ("a string", lambda v: isinstance(v, str)),
-        "tuple[int, ...]": ("a list of integers", lambda v: isinstance(v, tuple) and all(type(i) is int for i in v)),
+        "tuple[int, ...]": (
+            "a list of integers",
+            lambda v: isinstance(v, tuple) and all(type(i) is int for i in v),
+        ),
     }
     for field in fields(config):
         words, fits = kinds[str(field.type)]
@@ -82,7 +93,8 @@ def _choices(config: V41Config, add: Add) -> None:
     if config.n_shared_experts != 1:
         add("n_shared_experts", "1", config.n_shared_experts)
     if config.num_experts_per_tok > config.n_routed_experts:
-        add("num_experts_per_tok", f"<= n_routed_experts = {config.n_routed_experts}", config.num_experts_per_tok)
+        words = f"<= n_routed_experts = {config.n_routed_experts}"
+        add("num_experts_per_tok", words, config.num_experts_per_tok)
     if config.swiglu_limit < 0:
         add("swiglu_limit", ">= 0", config.swiglu_limit)
     if config.original_max_position_embeddings < 0:
@@ -98,7 +110,8 @@ def _layers(config: V41Config, add: Add) -> None:
     if config.num_nextn_predict_layers < 0:
         add("num_nextn_predict_layers", ">= 0", config.num_nextn_predict_layers)
     if len(ratios) != total:
-        add("compress_ratios", f"{total} entries ({n} layers and {total - n} draft stages)", f"{len(ratios)} entries")
+        words = f"{total} entries ({n} layers and {total - n} draft stages)"
+        add("compress_ratios", words, f"{len(ratios)} entries")
         return
     for i, ratio in enumerate(ratios):
         if ratio < 0:
@@ -115,7 +128,8 @@ def _layers(config: V41Config, add: Add) -> None:
             if 0 <= i < n and ratios[i] == 0:
                 add(name, "layers with a compress ratio > 0", f"layer {i} with ratio 0")
     for i in sorted(set(kv) - set(index)):
-        add("index_source_layer_ids", f"every kv source (a selection names rows of its own cache), so {i} too", index)
+        words = f"every kv source, so {i} too (a selection names rows of its own cache)"
+        add("index_source_layer_ids", words, index)
     if not usable:
         return
     for i in range(n):
@@ -148,7 +162,7 @@ def _candidates(config: V41Config, add: Add) -> None:
 
 
 def _ascending(name: str, ids: tuple[int, ...], limit: int, add: Add) -> bool:
-    if any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(ids)):
         add(name, "ascending, each once", ids)
         return False
     if any(not 0 <= i < limit for i in ids):
@@ -178,11 +192,12 @@ def _slice(config: V41Config, add: Add) -> None:
 
 
 def _blocks(config: V41Config, add: Add) -> None:
-    widths = {"head_dim": "window rows in 32s, compressed rows in 16s", "index_head_dim": "index vectors in 32s"}
+    widths = {"head_dim": "window rows in 32s, latent rows in 16s", "index_head_dim": "index vectors in 32s"}
     if config.dtype == "fp8":
         widths |= dict.fromkeys(("hidden_size", "q_lora_rank"), "fp8 products in 32s")
-        if (config.o_groups * config.o_lora_rank) % 32:
-            add("o_groups * o_lora_rank", "a multiple of 32 (fp8 products)", config.o_groups * config.o_lora_rank)
+        projected = config.o_groups * config.o_lora_rank
+        if projected % 32:
+            add("o_groups * o_lora_rank", "a multiple of 32 (fp8 products)", projected)
     if config.dtype == "fp8" or config.expert_dtype != "bf16":
         widths |= dict.fromkeys(("hidden_size", "moe_intermediate_size"), "quantised products in 32s")
     if config.engram_layer_ids:
@@ -233,4 +248,5 @@ def _draft(config: V41Config, add: Add) -> None:
         add("dspark_target_layer_ids", "at least one layer", config.dspark_target_layer_ids)
     _ascending("dspark_target_layer_ids", config.dspark_target_layer_ids, config.num_hidden_layers, add)
     if not 0 <= config.dspark_noise_token_id < config.vocab_size:
-        add("dspark_noise_token_id", f"0 <= id < vocab_size = {config.vocab_size}", config.dspark_noise_token_id)
+        words = f"0 <= id < vocab_size = {config.vocab_size}"
+        add("dspark_noise_token_id", words, config.dspark_noise_token_id)

@@ -1,11 +1,12 @@
 """Reading a configuration from JSON, in the two styles that the release ships.
 
-* config.json: the names of V41Config, nested under `text_config`; YaRN under `rope_scaling`; storage formats under
-  `quantization_config`; its `dtype` is that of activations.
-* inference/config.json: short names (`dim`, `n_layers`, ...), flat; `dtype` and `expert_dtype` are storage formats.
+* config.json: the names of V41Config, nested under `text_config`; YaRN under `rope_scaling`; storage formats
+  under `quantization_config`; its `dtype` is that of activations.
+* inference/config.json: short names (`dim`, `n_layers`, ...), flat; `dtype` and `expert_dtype` are storage
+  formats.
 
-Keys of other parts of a model (vision, tokenizer, sampling) are ignored. A known key with a value that this layer
-doesn't compute (another activation, biases, tied embeddings, other weight blocks) is an error.
+Keys of other parts of a model (vision, tokenizer, sampling) are ignored. A known key with a value that this
+layer doesn't compute (another activation, biases, tied embeddings, other weight blocks) is an error.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def _rope_scaling(scaling: Any, put: Any, problems: list[Problem]) -> None:
 def _formats(
     top: Mapping[str, Any], text: Mapping[str, Any], values: dict[str, Any], problems: list[Problem]
 ) -> None:
-    """Storage formats of dense and expert weights; experts without a format of their own follow the dense ones."""
+    """Storage formats of dense and expert weights; experts without a format of their own follow the dense."""
     quantization = top.get("quantization_config", text.get("quantization_config"))
     if isinstance(quantization, Mapping):
         values["dtype"] = "fp8"

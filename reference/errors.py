@@ -63,7 +63,7 @@ class InputError(DSV41Error, ValueError):
 
 
 class StateError(DSV41Error):
-    """A sequence handle that is closed, foreign or at another length than the call assumes. Nothing was changed."""
+    """A sequence handle that is closed, foreign or at another length than the call says. Nothing was changed."""
 
 
 class CapacityError(DSV41Error):
