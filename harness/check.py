@@ -1,8 +1,9 @@
 """What a check is, what it is given, what it must answer; and the registry of the checks in harness/checks/.
 
-A check that can't fail is a defect, and so is one that passes without having been anywhere: every check names the paths that it must
-take (groups closed, ring wrapped, top-k cut, ...), counts them in `CheckResult.paths`, and `run_check` turns a path never taken into a
-finding. A check whose `needs` the engine declines is "declined"; it never counts as passed.
+A check that can't fail is a defect, and so is one that passes without having been anywhere: every check
+names the paths that it must take (groups closed, ring wrapped, top-k cut, ...), counts them in
+`CheckResult.paths`, and `run_check` turns a path never taken into a finding. A check whose `needs` the
+engine declines is "declined"; it never counts as passed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class CheckResult:
 
 @dataclass
 class CheckContext:
-    """What a check may use. `engine_factory(**options)` builds the engine under test, `reference_factory(**options)` the reference."""
+    """What a check may use. `engine_factory(**options)` builds the engine under test,
+    `reference_factory(**options)` the reference.
+    """
 
     engine_factory: Callable[..., Engine]
     reference_factory: Callable[..., Engine]
@@ -77,7 +80,9 @@ class CheckContext:
         return self._shared[key]
 
     def forget(self, engine: Engine) -> None:
-        """Drop a shared engine that an error may have left in an unknown state; the next call builds a new one."""
+        """Drop a shared engine that an error may have left in an unknown state; the next call builds a new
+        one.
+        """
         self._shared = {key: value for key, value in self._shared.items() if value is not engine}
 
     def forget_all(self) -> None:
@@ -85,7 +90,9 @@ class CheckContext:
         self._shared = {}
 
     def rng(self, name: str) -> np.random.Generator:
-        """A generator that depends on the seed and this name alone, so that checks don't move each other's draws."""
+        """A generator that depends on the seed and this name alone, so that checks don't move each other's
+        draws.
+        """
         return np.random.default_rng([self.seed, *name.encode()])
 
     def tokens(self, count: int, name: str = "tokens") -> tuple[int, ...]:
@@ -104,7 +111,9 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it proves in one sentence, what it needs, and the paths without which it proved nothing."""
+    """One check: what it proves in one sentence, what it needs, and the paths without which it proved
+    nothing.
+    """
 
     name: str
     proves: str
@@ -124,12 +133,16 @@ class Check:
             )
 
     def paths_for(self, config: Any) -> tuple[str, ...]:
-        """The required paths under this config; a callable answers for configs without, say, a candidate source."""
+        """The required paths under this config; a callable answers for configs without, say, a candidate
+        source.
+        """
         return tuple(self.required_paths(config) if callable(self.required_paths) else self.required_paths)
 
 
 def run_check(check: Check, ctx: CheckContext) -> CheckResult:
-    """Run one check. An exception of the check or of the engine is a finding; a required path never taken is one too."""
+    """Run one check. An exception of the check or of the engine is a finding; a required path never taken
+    is one too.
+    """
     began = time.perf_counter()
     try:
         declined = frozenset(check.needs) & frozenset(ctx.engine().declines())
@@ -156,7 +169,9 @@ def run_check(check: Check, ctx: CheckContext) -> CheckResult:
 
 
 def crash_finding(check: str, ctx: CheckContext, error: BaseException, **where: Any) -> Finding:
-    """The finding of an exception: its own detector and place when it carries them (a remote engine's), CRASH otherwise."""
+    """The finding of an exception: its own detector and place when it carries them (a remote engine's),
+    CRASH otherwise.
+    """
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     place = " <- ".join(
         f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} {frame.name}" for frame in reversed(frames)
@@ -168,7 +183,9 @@ def crash_finding(check: str, ctx: CheckContext, error: BaseException, **where: 
 
 
 def discover(package: str = "harness.checks") -> dict[str, Check]:
-    """Every `CHECK` (or list `CHECKS`) of the modules of a package, by name. Raises ConfigError on a name given twice."""
+    """Every `CHECK` (or list `CHECKS`) of the modules of a package, by name. Raises ConfigError on a name
+    given twice.
+    """
     found: dict[str, Check] = {}
     root = importlib.import_module(package)
     for info in sorted(pkgutil.iter_modules(root.__path__), key=lambda i: i.name):

@@ -1,16 +1,16 @@
 """The engine protocol: the verbs that every engine of the layer answers, and how an engine is found by name.
 
-The protocol is structural: an engine needs to have these methods, not to import this package. Shapes: T tokens (rows of one step,
-in the order of the runs), D hidden, V vocabulary.
+The protocol is structural: an engine needs to have these methods, not to import this package. Shapes: T
+tokens (rows of one step, in the order of the runs), D hidden, V vocabulary.
 
     open(capacity) -> sequence          one more sequence that may grow to `capacity` tokens
     length(sequence) -> int
-    step(runs, *, taps, replay)         rows of one or more sequences -> hidden [T, D], logits [T, V], taps {name: [T, ...]}
+    step(runs, *, taps, replay)         rows of sequences -> hidden [T, D], logits [T, V], taps {name: [T, ...]}
     rollback(sequence, length)          as if the tokens from `length` on had never been seen
     snapshot(sequence) -> bytes, restore(bytes, capacity) -> sequence, branch(sequence) -> sequence
     close(sequence)                     idempotent
     ledger(), state_digest(sequence)    what is allocated; what the sequence's state holds
-    declines() -> frozenset             of CAPABILITIES; a check that needs one of them reports "declined", never "passed"
+    declines() -> frozenset             of CAPABILITIES; a check that needs one is "declined", never "passed"
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ CAPABILITIES: dict[str, str] = {
     "taps": "inner tensors of a step by name",
     "graphs": "a step replayed from a recording (replay=True)",
     "multi_sequence": "rows of several sequences in one step",
+    "bitwise": "a row's bits don't depend on how the tokens were split into steps, nor on other rows",
 }
 BUILT_IN = {
     "reference": ("reference.engine", "ReferenceEngine"),
@@ -86,7 +87,9 @@ VERBS = tuple(
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How to build an engine: a name (`reference`, `optimized`, `package.module:factory`, `remote:COMMAND`) and its options."""
+    """How to build an engine: a name (`reference`, `optimized`, `package.module:factory`, `remote:COMMAND`)
+    and its options.
+    """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +99,9 @@ class EngineSpec:
 
 
 def find_factory(name: str) -> Callable[..., Engine]:
-    """The callable `factory(config, weights, **options) -> Engine` behind a name. Raises ConfigError when there is none."""
+    """The callable `factory(config, weights, **options) -> Engine` behind a name. Raises ConfigError when
+    there is none.
+    """
     if name.startswith("remote:"):
         from harness.remote import remote_factory
 
@@ -132,7 +137,7 @@ def load_engine(name: str, config: Any, weights: Any, **options: Any) -> Engine:
             field=f"engine {name}",
             expected=f"the methods {', '.join(VERBS)}",
             actual=f"no {', '.join(missing)}",
-            hint="a method that the engine can't offer raises UnsupportedError and its name stands in declines()",
+            hint="a verb that the engine can't offer raises UnsupportedError and stands in declines()",
         )
     return engine
 
@@ -146,11 +151,11 @@ def missing_verbs(engine: Any) -> list[str]:
 __all__ = [
     "BUILT_IN",
     "CAPABILITIES",
+    "VERBS",
     "Engine",
     "EngineSpec",
     "Run",
     "StepResult",
-    "VERBS",
     "find_factory",
     "load_engine",
     "missing_verbs",

@@ -1,7 +1,8 @@
 """A finding: what a check saw, and everything needed to see it again.
 
-A finding is a repro, not a sentence: engine and options, config, weights' seed, the operation list (shrunk where a search found it),
-and the place: sequence, position, layer, tap, with both values and the limit. `dsv41 replay FILE` runs it again.
+A finding is a repro, not a sentence: engine and options, config, weights' seed, the operation list (shrunk
+where a search found it), and the place: sequence, position, layer, tap, with both values and the limit.
+`dsv41 replay FILE` runs it again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ DETECTORS: dict[str, str] = {
 
 @dataclass
 class Finding:
-    """One disagreement. Every field but `check`, `detector` and `message` may be None where it has no meaning."""
+    """One disagreement. Every field but `check`, `detector` and `message` may be None where it has no
+    meaning.
+    """
 
     check: str
     detector: str
@@ -144,7 +147,9 @@ def short(value: Any, width: int = 200) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """Plain JSON of a value; non-finite numbers become strings, tensors and other objects become lists or text."""
+    """Plain JSON of a value; non-finite numbers become strings, tensors and other objects become lists or
+    text.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
