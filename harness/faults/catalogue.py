@@ -1,8 +1,8 @@
-"""The fault catalogue as data: real defects of this kind of software, each a change to a correct engine that some check must notice.
+"""The fault catalogue as data: real defects of this kind of software, each a change to a correct engine.
 
-A row says where the defect was reported, what a user saw, what caused it, the smallest change that brings it back (`change`, made at
-`seam`), the situation that shows it, and the detectors of which at least one must find it. The changes themselves stand in
-harness/faults/mutations/, one function a row, registered under the row's id.
+A row says where the defect was reported, what a user saw, what caused it, the smallest change that brings it
+back (`change`, made at `seam`), the situation that shows it, and the detectors of which at least one must find
+it. The changes themselves stand in harness/faults/mutations/, one function a row, registered under the row's id.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CATALOGUE: tuple[Fault, ...] = (
         "A",
         "vllm-ascend#9111",
         "accuracy falls as the number of draft tokens grows",
-        "a batched verify keeps the open group at its last position only, not for every prefix that may be accepted",
+        "a batched verify keeps the open group at its last position only, not for every accepted prefix",
         "width 2 or more, accept 1 with an open odd row",
         ("RB",),
         "ring commit of a verify",
@@ -983,7 +983,7 @@ CATALOGUE: tuple[Fault, ...] = (
         ("REF",),
         "-",
         "-",
-        out_of_reach="a missing barrier shows in a race detector on a GPU alone; a CPU runs the ops one after another",
+        out_of_reach="a missing barrier shows in a GPU's race detector alone; a CPU runs op after op",
     ),
     Fault(
         "F128",
