@@ -27,7 +27,7 @@ PathNames = Iterable[str] | Callable[[Any], Iterable[str]]
 
 @dataclass
 class CheckResult:
-    """What a check answers: its findings, how often it took each path, how many engine operations it spent."""
+    """What a check answers: findings, how often it took each path, engine operations spent."""
 
     findings: list[Finding] = field(default_factory=list)
     paths: dict[str, int] = field(default_factory=dict)

@@ -5,7 +5,7 @@ tokens (rows of one step, in the order of the runs), D hidden, V vocabulary.
 
     open(capacity) -> sequence          one more sequence that may grow to `capacity` tokens
     length(sequence) -> int
-    step(runs, *, taps, replay)         rows of sequences -> hidden [T, D], logits [T, V], taps {name: [T, ...]}
+    step(runs, *, taps, replay)         rows -> hidden [T, D], logits [T, V], taps {name: [T, ...]}
     rollback(sequence, length)          as if the tokens from `length` on had never been seen
     snapshot(sequence) -> bytes, restore(bytes, capacity) -> sequence, branch(sequence) -> sequence
     close(sequence)                     idempotent
@@ -61,7 +61,7 @@ class StepResult:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the harness asks of an engine. `max_rollback` = the most tokens that `rollback` drops at a time."""
+    """What the harness asks of an engine. `max_rollback`: the most tokens that `rollback` drops."""
 
     name: str
     config: Any

@@ -29,9 +29,10 @@ ROW: dict[str, Tolerance] = {
     "value": Tolerance(
         k=4.0,
         floor=4 * BF16_ULP,
-        reason="a row is a few hundred roundings: its RMS error scatters by up to 2 between two correct summation"
-        " orders, and one flipped fp8 or fp4 code doubles it once more; the floor is four bf16 roundings in a"
-        " row (product, norm, rotation, store): a row that release precision happens to hit may still take them",
+        reason="a row is a few hundred roundings: its RMS error scatters by up to 2 between two correct"
+        " summation orders, and one flipped fp8 or fp4 code doubles it once more; the floor is four bf16"
+        " roundings (product, norm, rotation, store): a row that release precision happens to hit exactly"
+        " may still take them",
     ),
     "scores": Tolerance(
         k=4.0,
@@ -41,7 +42,7 @@ ROW: dict[str, Tolerance] = {
     "fp32": Tolerance(
         k=4.0,
         floor=64 * FP32_ULP,
-        reason="coefficients and router weights stay fp32: only the order of a sum of a few thousand terms is free",
+        reason="coefficients and router weights stay fp32: only the order of their sums is free",
     ),
 }
 FP32_TAPS = frozenset({"attn_pre", "pre_mix", "engram_gate", "moe_w"})

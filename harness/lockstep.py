@@ -1,0 +1,269 @@
+"""Two engines in lockstep: the first divergence by position, layer and tap, and whether its inputs still
+agreed.
+
+Against the reference (`against_reference`): what an engine answered for the tokens of one sequence, by
+whatever schedule, is compared with two runs of the reference over the same tokens, in float64 and in
+release precision. Both get the engine's own stream and pre mix as the input of every layer, so that an
+error stays in the layer that made it, and the engine's accepted decisions, so that a tie broken otherwise
+doesn't hide what follows.
+
+Against another engine, or itself under another schedule (`first_divergence`): bit for bit.
+
+A row at (position, layer) depends on rows at earlier positions and lower layers alone; the earliest
+position, and there the first tap in dataflow order, is therefore where things went wrong. `bisect` then
+swaps one op at a time for its clean form and names the ops that heal it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness import taps as tap_names
+from harness import tolerances
+from harness.compare import (
+    Difference,
+    compare_whole,
+    cosine_differences,
+    limits,
+    non_finite_difference,
+    row_errors,
+    rows_of,
+    same_bits,
+    shape_difference,
+)
+from harness.decisions import judge_all
+from harness.engine import Engine, Run
+from harness.observed import Observed
+
+FORCED = ("candidates", "selection", "moe_idx")  # what the reference can be made to decide as the engine did
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One tap of one row of one sequence. `rows`: how many rows of this tap are off in all."""
+
+    position: int
+    layer: int | None
+    tap: str
+    kind: str
+    sequence: str = "a"
+    element: tuple[int, ...] = ()
+    expected: Any = None
+    actual: Any = None
+    error: float | None = None
+    limit: float | None = None
+    inputs_agreed: bool | None = None
+    rows: int = 1
+
+    @property
+    def message(self) -> str:
+        states = {True: ", its inputs agree", False: ", its inputs differ already", None: ""}
+        inputs, many = states[self.inputs_agreed], f" ({self.rows} rows of this tap)"
+        size = "" if self.error is None else f" {self.error:.4g}"
+        size += "" if self.limit is None else f" > {self.limit:.4g}"
+        return f"{self.tap} at position {self.position}: {self.kind}{size}{inputs}{many}"
+
+    def where(self) -> dict[str, Any]:
+        """The fields that a Finding shares."""
+        tap = self.tap if self.layer is None else tap_names.split(self.tap)[1]
+        fields = {"sequence": self.sequence, "position": self.position, "layer": self.layer, "tap": tap}
+        return {**fields, "expected": self.expected, "actual": self.actual, "limit": self.limit}
+
+
+@dataclass
+class Report:
+    """Divergences, the first one first; decisions accepted inside the noise by tap; each tap's worst error
+    / limit.
+    """
+
+    divergences: list[Divergence] = field(default_factory=list)
+    accepted: dict[str, int] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Divergence | None:
+        return self.divergences[0] if self.divergences else None
+
+
+def wanted_taps(config: Any) -> list[str]:
+    """What `against_reference` needs of an engine."""
+    return tap_names.all_taps(config)
+
+
+def run_reference(
+    engine: Any, observed: Observed, names: Iterable[str], forced: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The reference over the observed tokens, with the observed input of every layer and these decisions."""
+    ids = [role.index for role in engine.config.layers()]
+    inputs = {
+        upper: (observed.taps[f"L{lower}.stream"], observed.taps[f"L{lower}.pre_mix"])
+        for lower, upper in pairwise(ids)
+        if f"L{lower}.stream" in observed.taps and f"L{lower}.pre_mix" in observed.taps
+    }
+    sequence = engine.open(len(observed.tokens))
+    try:
+        run = Run(sequence, observed.tokens, 0)
+        result = engine.step(
+            [run], taps=tuple(names), forced=dict(forced) or None, layer_inputs=inputs or None
+        )
+    finally:
+        engine.close(sequence)
+    return {**result.taps, "hidden": result.hidden, "logits": result.logits}
+
+
+def against_reference(
+    exact: Any, release: Any, observed: Observed, *, weights: Any, taps: Iterable[str] | None = None
+) -> Report:
+    """Compare with the reference in float64 (`exact`) and in release precision, row by row, tap by tap."""
+    config = exact.config
+    names = list(taps if taps is not None else observed.taps)
+    helpers = [
+        f"L{role.index}.{name}"
+        for role in config.layers()
+        for name in ("ffn_in", "index_score", "index_score_masked")
+    ]
+    asked = {*names, *helpers} - {"hidden", "logits"}
+    own64, own = (run_reference(engine, observed, asked, {}) for engine in (exact, release))
+    report = Report()
+    verdicts = judge_all(config, weights, observed, own64, own)
+    found: dict[str, dict[int, Divergence]] = {}
+    differing = False
+    for name, rows in verdicts.items():
+        accepted = sum(1 for v in rows if v.accepted and not v.same)
+        differing |= any(not v.same for v in rows)
+        if accepted:
+            report.accepted[name] = accepted
+        bad = {row: v for row, v in enumerate(rows) if not v.accepted}
+        layer, _ = tap_names.split(name)
+        found[name] = {
+            row: Divergence(row, layer, name, v.reason, observed.sequence, (), _short(own64.get(name), row),
+                            _short(observed.taps[name], row), v.margin, v.noise, rows=len(bad))
+            for row, v in bad.items()
+        }  # fmt: skip
+    differing |= any(
+        name in own and not torch.equal(own[name], observed.taps[name]) for name in verdicts if name in own64
+    )
+    if differing:
+        decided = {
+            n: observed.taps[n] for n in verdicts if tap_names.split(n)[1] in FORCED and n in observed.taps
+        }
+        own64, own = (run_reference(engine, observed, asked, decided) for engine in (exact, release))
+    for name in names:
+        kind = tap_names.describe(name).kind
+        if kind in ("value", "scores") and name in own64 and name in own:
+            found[name], report.ratios[name] = value_divergences(
+                name, kind, own64[name], own[name], observed.taps[name], observed.sequence
+            )
+    report.divergences = ordered(found, names, [role.index for role in config.layers()])
+    return report
+
+
+def value_divergences(
+    name: str, kind: str, exact: Tensor, release: Tensor, actual: Tensor, sequence: str
+) -> tuple[dict[int, Divergence], float]:
+    """Every row of one tap that is beyond its limit, and the worst error / limit of the tap."""
+    layer, short = tap_names.split(name)
+    make = replace_divergence(Divergence(0, layer, name, "", sequence))
+    wrong_shape = shape_difference(exact, actual)
+    if wrong_shape is not None:
+        return {0: make(wrong_shape, 0, 1)}, float("inf")
+    tolerance = tolerances.for_tap(short, kind)
+    bad_places = non_finite_difference(exact, actual)
+    bad: dict[int, Difference] = {}
+    if bad_places is not None:
+        bad = {row: replace(bad_places, row=row) for row in bad_places.rows}
+    errors, bounds = row_errors(exact, actual), limits(exact, release, tolerance)
+    cosines = cosine_differences(exact, actual)
+    cosine_bounds = bounds.pow(2).clamp_min(tolerances.COSINE_FLOOR)
+    for row in range(errors.shape[0]):
+        if row in bad or (errors[row] <= bounds[row] and cosines[row] <= cosine_bounds[row]):
+            continue
+        flat = int((rows_of(actual)[row] - rows_of(exact)[row]).abs().nan_to_num(0.0).argmax())
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tuple(exact.shape[1:])))
+        values = rows_of(exact)[row, flat].item(), rows_of(actual)[row, flat].item()
+        off = errors[row] > bounds[row] or not errors[row] <= bounds[row]
+        size, bound = (errors[row], bounds[row]) if off else (cosines[row], cosine_bounds[row])
+        bad[row] = Difference("error" if off else "cosine", row, index, *values, size.item(), bound.item())
+    result = {row: make(difference, row, len(bad)) for row, difference in bad.items()}
+    whole = compare_whole(exact, release, actual)
+    if not bad and whole is not None:
+        row = int((errors / bounds).argmax())
+        result = {row: make(whole, row, errors.shape[0])}
+    ratio = (errors / bounds).max().item() if errors.numel() else 0.0
+    return result, ratio
+
+
+def replace_divergence(base: Divergence) -> Callable[[Difference, int, int], Divergence]:
+    def make(d: Difference, row: int, rows: int) -> Divergence:
+        return replace(base, position=row, kind=d.kind, element=d.index, expected=d.expected, actual=d.actual,
+                       error=d.error, limit=d.limit, rows=rows)  # fmt: skip
+
+    return make
+
+
+def ordered(
+    found: Mapping[str, Mapping[int, Divergence]], names: Iterable[str], layers: Sequence[int]
+) -> list[Divergence]:
+    """All divergences, earliest position first, there in dataflow order; each told whether its inputs
+    agreed.
+    """
+    available = list(names)
+    result = []
+    for name, rows in found.items():
+        inputs = tap_names.input_names(name, available, layers)
+        for row, divergence in rows.items():
+            agreed = all(row not in found.get(item, {}) for item in inputs) if inputs else None
+            result.append(replace(divergence, inputs_agreed=agreed))
+    return sorted(result, key=lambda d: (d.position, tap_names.order(d.tap)))
+
+
+def first_divergence(
+    expected: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
+    layers: Sequence[int],
+    *,
+    sequence: str = "a",
+) -> Divergence | None:
+    """Bit for bit over the taps that both hold, rows = positions; None when all are equal."""
+    found: dict[str, dict[int, Divergence]] = {}
+    names = [name for name in expected if name in actual]
+    for name in names:
+        difference = same_bits(expected[name], actual[name])
+        if difference is not None:
+            layer, _ = tap_names.split(name)
+            make = replace_divergence(Divergence(0, layer, name, "", sequence))
+            rows = difference.rows or (0,)
+            found[name] = {row: make(difference, row, len(rows)) for row in rows}
+    every = ordered(found, names, layers)
+    return every[0] if every else None
+
+
+def bisect(
+    build: Callable[[Mapping[str, Callable]], Engine],
+    clean: Mapping[str, Callable],
+    diverges: Callable[[Engine], Divergence | None],
+) -> dict[str, Divergence | None]:
+    """Swap one op at a time for its clean form; {op: what is still wrong, None = this op heals it}.
+
+    `build({op: callable})` makes the engine with these ops replaced, `diverges` says what is wrong with an
+    engine.
+    """
+    return {name: diverges(build({name: op})) for name, op in clean.items()}
+
+
+def healing(outcome: Mapping[str, Divergence | None]) -> list[str]:
+    """The ops whose clean form heals the engine."""
+    return [name for name, left in outcome.items() if left is None]
+
+
+def _short(value: Tensor | None, row: int) -> Any:
+    if value is None or row >= value.shape[0]:
+        return None
+    flat = value[row].reshape(-1)
+    return flat.nonzero().flatten().tolist() if flat.dtype == torch.bool else flat.tolist()
