@@ -8,27 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
 # --- addresses -----------------------------------------------------------------------------------------------------
 
 
-def ring_rows(window: int, spare: int) -> int:
-    """Rows of a window ring: `spare` rows more than the window, so that a rewind of `spare` tokens finds its window."""
-    return window + spare
-
-
-def pending_rows(ratio: int, spare: int) -> int:
-    """Rows of the open group's ring: the r-1 tokens of an open group, at every length of the last `spare`."""
-    return spare + ratio - 1
-
-
-def ngram_rows(max_ngram: int, spare: int) -> int:
-    return spare + max_ngram - 1
+def ring_rows(base: int, spare: int) -> int:
+    """Rows of a ring (window W, open group r-1, n-grams n-1): `spare` more than a token needs, to rewind that far."""
+    return base + spare
 
 
 def ring_row(position: Any, size: int) -> Any:
-    """Row of a ring that holds absolute position p (p >= 0)."""
+    """Row of a window ring that holds absolute position p (p >= 0)."""
     return position % size
 
 
@@ -37,11 +28,6 @@ def pending_row(position: Any, size: int) -> Any:
 
 
 def ngram_row(position: Any, size: int) -> Any:
-    return position % size
-
-
-def restored_row(position: Any, size: int, source_size: int) -> Any:
-    """Ring row for a snapshot's position: of the ring it is restored INTO, whatever ring it came from."""
     return position % size
 
 
@@ -54,24 +40,35 @@ def dump_page(n_pages: int) -> int:
     return n_pages
 
 
-# --- tenancy and release -------------------------------------------------------------------------------------------
+# --- tenancy, allocation, release ----------------------------------------------------------------------------------
 
 
-def same_tenant(handle_generation: int, slot_generation: int) -> bool:
+def check_generation(handle_generation: int, slot_generation: int) -> bool:
     """A handle is good for one tenancy of its slot."""
     return handle_generation == slot_generation
 
 
-def released_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+def release_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     """State kinds that a release gives back: all of them."""
     return tuple(kinds)
 
 
-def poisons_before_tenant(checking: bool) -> bool:
-    return checking
+def pages_to_release(pages: Sequence[int], length: int) -> list[int]:
+    """All pages of the sequence, those reserved for tokens that never came too."""
+    return list(pages)
 
 
-def shared_pages(floor: int, length: int, page_tokens: int) -> int:
+def undo_allocation(taken: Sequence[int]) -> list[int]:
+    """What an allocation that failed part-way gives back."""
+    return list(taken)
+
+
+def poison_for(kinds: Sequence[str]) -> tuple[str, ...]:
+    """State kinds that checking mode poisons before a tenant moves in."""
+    return tuple(kinds)
+
+
+def shared_page_count(floor: int, length: int, page_tokens: int) -> int:
     """Leading pages that a branch may share: wholly below the lowest legal rollback, so that nobody writes them again."""
     return floor // page_tokens
 
@@ -84,8 +81,8 @@ def floor_after(floor: int, end: int, spare: int) -> int:
     return max(floor, end - spare)
 
 
-def rolled_back_length(current: int, wanted: int) -> int:
-    return wanted
+def rollback_target(length: int) -> int:
+    return length
 
 
 def has_room(start: int, count: int, capacity: int) -> bool:
@@ -93,31 +90,37 @@ def has_room(start: int, count: int, capacity: int) -> bool:
     return start + count <= capacity
 
 
-def synced_length(start: int, count: int) -> int:
+def synced_length(length: int, count: int) -> int:
     """Length of a sequence after a step, eager or replayed."""
-    return start + count
+    return length + count
 
 
 # --- snapshots -----------------------------------------------------------------------------------------------------
 
 
 def snapshot_fields(names: Sequence[str]) -> tuple[str, ...]:
-    """Fields of the state table that a snapshot carries, at writing and at reading: all that are marked."""
+    """Stores that a snapshot carries: all that the table marks."""
     return tuple(names)
 
 
-def snapshot_first_row(floor: int, window: int) -> int:
-    """First position whose window row a rollback to `floor` can still need."""
-    return max(0, floor - window)
+def restore_fields(names: Sequence[str]) -> tuple[str, ...]:
+    """Stores that a restore reads back."""
+    return tuple(names)
 
 
-def restored_length(length: int) -> int:
-    return length
+def snapshot_first_row(kind: str, floor: int, reach: int) -> int:
+    """First position whose ring row a rewind to `floor` can still need: `reach` rows before it."""
+    return max(0, floor - reach)
+
+
+def restore_row(kind: str, position: Any, size: int, source_size: int, length: int) -> Any:
+    """Ring row for a snapshot's position: of the ring it is restored INTO, whatever ring it came from."""
+    return position % size
 
 
 # --- experts -------------------------------------------------------------------------------------------------------
 
 
-def resident_slot(slot_of: Tensor, expert: int, slot: int) -> None:
-    """Publish where an expert's weights now lie (or -1: nowhere)."""
-    slot_of[expert] = slot
+def resident_slot(expert: int, slot: int) -> int:
+    """Bank row under which an expert's weights are found (-1: not here)."""
+    return slot
