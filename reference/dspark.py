@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from reference.history import SequenceHistory
 from reference.hyper_connections import collapse
 from reference.layer import block
 from reference.linear import linear
-from reference.model import Model
+from reference.model import LayerInputs, Model
 from reference.norm import rms_norm
 from reference.parameters import layer_parameters
 from reference.sparse_attention import sparse_attention
@@ -76,8 +76,18 @@ class DSpark:
             history.layers[stage.index].window.write(start, row)
         return main_x
 
-    def draft(self, history: SequenceHistory, token_id: int, taps: Collection[str] = ()) -> Draft:
-        """Guess what follows `token_id`, the token chosen after the history's last one.  Changes nothing."""
+    def draft(
+        self,
+        history: SequenceHistory,
+        token_id: int,
+        taps: Collection[str] = (),
+        *,
+        forced: Mapping[str, Tensor] | None = None,
+        layer_inputs: LayerInputs | None = None,
+    ) -> Draft:
+        """Guess what follows `token_id`, the token chosen after the history's last one.  Changes nothing.
+
+        forced and layer_inputs as in Model.forward, by the stages' layer numbers."""
         size, end = self.config.dspark_block_size, history.length
         inputs = torch.tensor([token_id] + [self.config.dspark_noise_token_id] * (size - 1))
         step = Step(
@@ -88,11 +98,16 @@ class DSpark:
             image=torch.zeros(size, dtype=torch.bool),
             precision=self.precision,
             taps=Taps(taps),
-            forced={},
+            forced=forced or {},
         )
         h, pre_mix = self.model.embed(inputs)
         for stage in self.stages:
+            if layer_inputs is not None and stage.index in layer_inputs:
+                h, pre_mix = (given.to(self.precision.dtype) for given in layer_inputs[stage.index])
             h, pre_mix = block(h, pre_mix, stage, step, attend=draft_attention)
+        end_inputs = self.stages[-1].index + 1
+        if layer_inputs is not None and end_inputs in layer_inputs:
+            h, pre_mix = (given.to(self.precision.dtype) for given in layer_inputs[end_inputs])
         return self._head(collapse(h, pre_mix, self.precision), token_id, step.taps)
 
     def _head(self, x: Tensor, token_id: int, taps: Taps) -> Draft:

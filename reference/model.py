@@ -83,7 +83,8 @@ class Model:
         """Appends token_ids int64 [T] (image bool [T]) to the history and returns a row for each.
 
         forced: decisions to use instead of the computed ones (`L{i}.selection`, `.candidates`, `.moe_idx`).
-        layer_inputs: (h [T, N, D], pre_mix [T, N]) that replace what enters a layer.
+        layer_inputs: (h [T, N, D], pre_mix [T, N]) that replace what enters a layer; `num_hidden_layers` stands for
+        the last collapse.
         """
         step = self._begin(history, token_ids, image, Taps(taps), forced or {})
         h, pre_mix = self._embed(token_ids, layer_inputs)
@@ -95,6 +96,8 @@ class Model:
             if w.index in self.config.dspark_target_layer_ids:
                 main.append(self.precision.bf16(h.mean(1)))
             h, pre_mix = block(h, pre_mix, w, step)
+        if layer_inputs is not None and self.config.num_hidden_layers in layer_inputs:
+            h, pre_mix = (given.to(self.precision.dtype) for given in layer_inputs[self.config.num_hidden_layers])
         hidden, logits = self._finish(h, pre_mix, step)
         history.last_key_owner = step.key_owner
         history.length = step.end  # only now do the rows written above count
