@@ -1,9 +1,11 @@
 """Configurations as data, under the names of V41Config.
 
-FLASH: the released DeepSeek-V4.1-Flash values. TOY: nine layers that hold every role (window only; window only with
-Engram; ratio-2 source; ratio-2 reuse; ratio-2 source; ratio-1 source that builds candidates; ratio-1 reuse; ratio-1
-re-index with Engram; ratio-1 reuse) and two draft stages, with every cut (window, top-k, candidates) within 40
-tokens; the golden files' small stack is this one with a maximum of 128 positions.
+FLASH: the released DeepSeek-V4.1-Flash values.
+
+TOY: nine layers that hold every role (window only; window only with Engram; ratio-2 source; ratio-2 reuse;
+ratio-2 source; ratio-1 source that builds candidates; ratio-1 reuse; ratio-1 re-index with Engram; ratio-1
+reuse) and two draft stages, with every cut (window, top-k, candidates) within 40 tokens. The golden files'
+small stack is this one with a maximum of 128 positions.
 """
 
 from __future__ import annotations
