@@ -222,7 +222,7 @@ def _fit_problems(specs: dict[str, TensorSpec], stored: dict[str, StoredTensor])
 
 
 def _as_spec(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype after the conversions that keep every value; fp32 norms are checked value by value when read."""
+    """The dtype after the conversions that keep every value; fp32 norms are checked when they are read."""
     keeps = {
         (FP32, BF16): True,
         (BF16, FP32): spec.role == "norm",

@@ -1,7 +1,7 @@
 """The moduli of the n-gram hash: primes that no layer, order or head shares with another.
 
 For each Engram layer in order and each n-gram order, start at `vocab_size - 1` and hand out the next primes
-strictly above that nobody has taken yet. The start is not moved, so in effect all of them are consecutive primes.
+strictly above that nobody has taken yet. The start is not moved, so in effect all are consecutive primes.
 """
 
 from __future__ import annotations

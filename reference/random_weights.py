@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from reference.config import V41Config
-from reference.weight_specs import TensorSpec, spec_of, tensor_specs
 from reference.weight_source import CACHE_BYTES, Weights
+from reference.weight_specs import TensorSpec, spec_of, tensor_specs
 
 CHUNK = 1 << 22  # elements turned into values at a time
 HOT_ROWS, HOT_FACTOR = 32, 8  # one row in 32 is 8 times larger
@@ -85,7 +85,7 @@ class RandomWeights(Weights):
 
     @property
     def token_map(self) -> Tensor:
-        """First-seen-order numbering with collisions: ids are dense, and each is first met after all smaller ones."""
+        """First-seen-order numbering with collisions: dense ids, each first met after all smaller ones."""
         if self._token_map is None:
             self._token_map = random_token_map(self.config, self.seed)
         return self._token_map
@@ -152,11 +152,12 @@ def random_token_map(config: V41Config, seed: int) -> Tensor:
 
 
 def _raw(stream: np.random.PCG64, nbytes: int) -> bytes | memoryview:
-    return memoryview(stream.random_raw(-(-nbytes // 8)).astype("<u8", copy=False)).cast("B")[:nbytes]
+    words = stream.random_raw(-(-nbytes // 8)).astype("<u8", copy=False)
+    return words.data.cast("B")[:nbytes]
 
 
 def _lookup(stream: np.random.PCG64, shape: tuple[int, ...], table: np.ndarray) -> np.ndarray:
-    """Uniform table entries, of the table's dtype, in pieces so that a table of gigabytes needs no second copy."""
+    """Uniform draws from a table, in pieces so that a tensor of gigabytes needs no second copy."""
     index = np.uint8 if len(table) == 256 else np.dtype("<u2")
     out = np.empty(int(np.prod(shape)), table.dtype)
     for start in range(0, len(out), CHUNK):
@@ -210,7 +211,9 @@ def _exponents(scale: float) -> np.ndarray:
         square = mantissa * mantissa  # of 2^exponent, in (1/2, 1)
     else:
         exponent, square = exponent - 1, 4 * mantissa * mantissa  # in [1, 2]
-    # a share `below` of the blocks has half the scale, a share `above` twice: 1 - 3/4 below + 3 above =
-    square below = 0.25 if square >= 0.9 else (1.1875 - square) / 0.75 above = (square - 1 + 0.75 * below) /
-    3 counts = round(256 * below), round(256 * above) byte = 127 + exponent return np.array([byte - 1] *
-    counts[0] + [byte + 1] * counts[1] + [byte] * (256 - sum(counts)), np.uint8)
+    # shares `below` and `above` of the blocks have half and twice the scale: 1 - 3/4 below + 3 above = square
+    below = 0.25 if square >= 0.9 else (1.1875 - square) / 0.75
+    above = (square - 1 + 0.75 * below) / 3
+    counts = round(256 * below), round(256 * above)
+    byte = 127 + exponent
+    return np.array([byte - 1] * counts[0] + [byte + 1] * counts[1] + [byte] * (256 - sum(counts)), np.uint8)

@@ -49,7 +49,7 @@ class Weights(ABC):
         """The tensor of a spec, in the spec's shape and dtype."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """One tensor in its storage format. Raises WeightsError for a name that the model or the source lacks."""
+        """One tensor in its storage format; WeightsError for a name that the model or the source lacks."""
         if name in self._cache:
             self._cache.move_to_end(name)
             return self._cache[name]
@@ -67,7 +67,9 @@ class Weights(ABC):
 
     def get(self, name: str) -> Tensor | None:
         """The tensor, or None when these weights lack it (`ffn.gate.bias_vl` may be absent)."""
-        return self[name] if name in self else None
+        if name not in self:
+            return None
+        return self[name]
 
     def linear(self, prefix: str) -> Linear:
         """The matrix `prefix.weight` with `prefix.scale` beside it where its format has one."""
@@ -87,7 +89,7 @@ class Weights(ABC):
 
 
 class DictWeights(Weights):
-    """Tensors in memory. They may be a part of the model; those present must fit, or WeightsError lists all faults."""
+    """Tensors in memory, perhaps a part of the model. WeightsError lists every one that doesn't fit."""
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ def missing_token_map() -> WeightsError:
 
 
 def check_token_map(config: V41Config, token_map: Tensor) -> Tensor:
-    """The map itself, int64 [vocab_size] of ids below engram_compressed_vocab_size; WeightsError otherwise."""
+    """The map, if it is int64 [vocab_size] of ids below engram_compressed_vocab_size; or WeightsError."""
     limit = config.engram_compressed_vocab_size
     expected = f"int64 [{config.vocab_size}] with 0 <= id < {limit}"
     actual: str | None = None
