@@ -11,27 +11,31 @@ Every id carries a generation, raised each time it is taken, so that a row's can
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from optimized import seams
 from reference.errors import AllocationError, StateError
 
 
 class AllocationFaults:
-    """Counts allocations by name; the one numbered `fail_at` (from 1) raises AllocationError instead of succeeding."""
+    """Counts allocations by name; the one numbered `fail_at` (from 1) raises AllocationError instead of succeeding.
+
+    hook: called with "alloc.<what>" before each, may raise.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.fail_at: int | None = None
-        self.log: list[str] = []
+        self.hook: Callable[[str], None] | None = None
 
     def arm(self, fail_at: int | None) -> None:
         """Start counting anew; `fail_at=None` never fails."""
-        self.count, self.fail_at, self.log = 0, fail_at, []
+        self.count, self.fail_at = 0, fail_at
 
     def visit(self, what: str) -> None:
         self.count += 1
-        if self.fail_at is not None:
-            self.log.append(what)
+        if self.hook is not None:
+            self.hook(f"alloc.{what}")
         if self.count == self.fail_at:
             raise AllocationError(
                 field=what, expected="memory for one more allocation", actual=f"allocation {self.count} failed",
@@ -81,8 +85,8 @@ class IdAllocator:
             for _ in range(count):
                 self.faults.visit(self.what)
                 taken.append(self._free.pop())
-        except AllocationError:
-            self._free.extend(reversed(taken))
+        except BaseException:
+            self._free.extend(reversed(seams.undo_allocation(taken)))
             raise
         for i in taken:
             self.references[i] = 1

@@ -18,6 +18,14 @@ def ring_rows(base: int, spare: int) -> int:
     return base + spare
 
 
+def pending_rows(ratio: int, spare: int) -> int:
+    return ring_rows(ratio - 1, spare)
+
+
+def ngram_rows(max_ngram: int, spare: int) -> int:
+    return ring_rows(max_ngram - 1, spare)
+
+
 def ring_row(position: Any, size: int) -> Any:
     """Row of a window ring that holds absolute position p (p >= 0)."""
     return position % size
