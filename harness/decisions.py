@@ -14,7 +14,7 @@ have no noise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +42,7 @@ class Verdict:
     reason: str = ""
     margin: float = 0.0
     noise: float = 0.0
+    expected: Any = None  # the decision in float64
 
 
 SAME = Verdict(True, True)
@@ -89,7 +90,7 @@ def judge_top_k(scores: Tensor, chosen: list[int], k: int, noise: float) -> Verd
         return SAME
     margin = (scores[list(missing)].max() - scores[list(extra)].min()).item()
     reason = f"{sorted(missing)} left out for {sorted(extra)}"
-    return Verdict(False, margin <= noise, reason, margin, noise)
+    return Verdict(False, margin <= noise, reason, margin, noise, sorted(expected))
 
 
 def judge_selection(scores: Tensor, selection: Tensor, k: int, noise: float) -> Verdict:
@@ -117,16 +118,20 @@ def judge_experts(scores: Tensor, chosen: Tensor, noise: float) -> Verdict:
     return verdict
 
 
-def judge_candidates(blocks: Tensor, mask: Tensor, k: int, block_size: int, noise: float) -> Verdict:
+def judge_candidates(
+    blocks: Tensor, mask: Tensor, visible: int, k: int, block_size: int, noise: float
+) -> Verdict:
     """blocks float64 [blocks], +inf for the newest visible one; mask bool [S] of the rows inside the chosen
     blocks.
+
+    What the mask says of rows that are not visible means nothing.
     """
+    mask = mask[:visible]
     padded = torch.nn.functional.pad(mask.bool(), (0, -mask.shape[0] % block_size))
     by_block = padded.unflatten(0, (-1, block_size))
-    last = mask.shape[0] - 1
     chosen = [int(i) for i in by_block.any(-1).nonzero().flatten()]
     for i in chosen:
-        width = min(block_size, last + 1 - i * block_size)
+        width = min(block_size, visible - i * block_size)
         if not bool(by_block[i, :width].all()):
             return wrong(f"block {i} is kept in part")
     newest = [int(i) for i in blocks.isposinf().nonzero().flatten()]
@@ -159,7 +164,30 @@ def judge_integers(expected: Tensor, actual: Tensor) -> Verdict:
     """n-gram rows: equal, or wrong."""
     if expected.shape == actual.shape and bool((expected == actual).all()):
         return SAME
-    return wrong("integers differ")
+    return replace(wrong("integers differ"), expected=expected.reshape(-1).tolist())
+
+
+def forcible(config: Any, observed: Observed) -> dict[str, Tensor]:
+    """The engine's decisions that the reference can take over; one that is no decision at all is left out."""
+    forced = {}
+    positions = torch.arange(len(observed.tokens))
+    for role in config.layers():
+        name = f"L{role.index}."
+        chosen = observed.taps.get(f"{name}moe_idx")
+        if chosen is not None and chosen.shape == (len(positions), role.top_k):
+            ids = chosen.sort(-1).values
+            if bool((ids >= 0).all() & (ids < role.n_experts).all() & (ids.diff(dim=-1) != 0).all()):
+                forced[f"{name}moe_idx"] = chosen
+        if not role.is_index_source:
+            continue
+        visible = visible_rows(positions, role.ratio).unsqueeze(-1)
+        rows = observed.taps.get(f"{name}selection")
+        if rows is not None and rows.shape == (len(positions), config.index_topk):
+            forced[f"{name}selection"] = rows.masked_fill((rows >= visible) | (rows < 0), ABSENT)
+        mask = observed.taps.get(f"{name}candidates")
+        if mask is not None and mask.shape == (len(positions), len(positions) // role.ratio):
+            forced[f"{name}candidates"] = mask.bool()
+    return forced
 
 
 def judge_all(
@@ -168,45 +196,62 @@ def judge_all(
     """Verdicts of every decision that the engine shows, by tap and row."""
     verdicts: dict[str, list[Verdict]] = {}
     count = len(observed.tokens)
-    if "engram_hash" in observed.taps and "engram_hash" in exact:
-        theirs, ours = exact["engram_hash"], observed.taps["engram_hash"]
-        verdicts["engram_hash"] = [judge_integers(theirs[row], ours[row]) for row in range(count)]
+    shown = observed.taps
+    if "engram_hash" in shown and "engram_hash" in exact:
+        verdicts["engram_hash"] = judge_equal(exact["engram_hash"], shown["engram_hash"])
     mask: Tensor | None = None
     for role in config.layers():
         name = f"L{role.index}."
         score, rounded = exact.get(f"{name}index_score"), release.get(f"{name}index_score")
+        selection = shown.get(f"{name}selection")
         if role.is_index_source and score is not None and rounded is not None:
-            visible = visible_rows(torch.arange(count), role.ratio)
-            noise = row_noise(score, rounded)
-            if role.is_candidate_source and f"{name}candidates" in observed.taps:
-                mask = observed.taps[f"{name}candidates"].bool()[:, : score.shape[1]]
+            visible, noise = visible_rows(torch.arange(count), role.ratio), row_noise(score, rounded)
+            if role.is_candidate_source and f"{name}candidates" in shown:
+                mask = shown[f"{name}candidates"].bool()[:, : score.shape[1]]
                 blocks = block_scores(score, visible, config.candidate_block_size)
                 k, size = config.candidate_topk_blocks, config.candidate_block_size
-                verdicts[f"{name}candidates"] = [
-                    judge_candidates(blocks[row], mask[row], k, size, noise[row].item())
-                    for row in range(count)
-                ]
+                if mask.shape != score.shape:
+                    verdicts[f"{name}candidates"] = [wrong_shape(tuple(score.shape), mask)] * count
+                    mask = None
+                else:
+                    verdicts[f"{name}candidates"] = [
+                        judge_candidates(blocks[t], mask[t], int(visible[t]), k, size, noise[t].item())
+                        for t in range(count)
+                    ]
             if role.uses_candidates and mask is not None:
                 score = score.masked_fill(~mask, -torch.inf)
-            if f"{name}selection" in observed.taps:
-                chosen = observed.taps[f"{name}selection"]
+            if selection is not None:
+                width = config.index_topk
                 verdicts[f"{name}selection"] = [
-                    judge_selection(score[row], chosen[row], config.index_topk, noise[row].item())
-                    for row in range(count)
+                    judge_selection(score[t], selection[t], width, noise[t].item())
+                    if selection.shape == (count, width)
+                    else wrong_shape((count, width), selection)
+                    for t in range(count)
                 ]
-        elif f"{name}selection" in observed.taps and f"L{role.index_source}.selection" in observed.taps:
-            theirs, ours = observed.taps[f"L{role.index_source}.selection"], observed.taps[f"{name}selection"]
-            verdicts[f"{name}selection"] = [judge_integers(theirs[row], ours[row]) for row in range(count)]
-        if f"{name}moe_idx" in observed.taps and f"{name}ffn_in" in exact:
-            scores, rounded = (
-                routing(config, weights, role, run[f"{name}ffn_in"]) for run in (exact, release)
-            )
-            noise = row_noise(scores, rounded)
-            chosen = observed.taps[f"{name}moe_idx"]
+        elif selection is not None and f"L{role.index_source}.selection" in shown:
+            verdicts[f"{name}selection"] = judge_equal(shown[f"L{role.index_source}.selection"], selection)
+        chosen = shown.get(f"{name}moe_idx")
+        if chosen is not None and f"{name}ffn_in" in exact:
+            scores, near = (routing(config, weights, role, run[f"{name}ffn_in"]) for run in (exact, release))
+            noise = row_noise(scores, near)
             verdicts[f"{name}moe_idx"] = [
-                judge_experts(scores[row], chosen[row], noise[row].item()) for row in range(count)
+                judge_experts(scores[t], chosen[t], noise[t].item())
+                if chosen.shape == (count, role.top_k)
+                else wrong_shape((count, role.top_k), chosen)
+                for t in range(count)
             ]
     return verdicts
+
+
+def wrong_shape(expected: tuple[int, ...], actual: Tensor) -> Verdict:
+    return wrong(f"shape {list(actual.shape)}, expected {list(expected)}")
+
+
+def judge_equal(expected: Tensor, actual: Tensor) -> list[Verdict]:
+    """Row by row: equal integers, or wrong."""
+    if expected.shape != actual.shape:
+        return [wrong_shape(tuple(expected.shape), actual)] * expected.shape[0]
+    return [judge_integers(e, a) for e, a in zip(expected, actual, strict=True)]
 
 
 def routing(config: Any, weights: Any, role: Any, ffn_in: Tensor) -> Tensor:

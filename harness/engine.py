@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from reference.engine import Run, StepResult
 from reference.errors import ConfigError
 
 CAPABILITIES: dict[str, str] = {
@@ -38,25 +39,6 @@ BUILT_IN = {
     "reference": ("reference.engine", "ReferenceEngine"),
     "optimized": ("optimized.engine", "OptimizedEngine"),
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """Consecutive tokens of one sequence; `start` must equal the sequence's length."""
-
-    sequence: Hashable
-    token_ids: tuple[int, ...]
-    start: int
-    image_mask: tuple[bool, ...] | None = None
-
-
-@dataclass
-class StepResult:
-    """What a step answers, rows in the order of its runs."""
-
-    hidden: Any  # [T, D]
-    logits: Any  # [T, V] float32
-    taps: dict[str, Any]  # name -> [T, ...]
 
 
 @runtime_checkable

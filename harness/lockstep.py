@@ -37,11 +37,9 @@ from harness.compare import (
     same_bits,
     shape_difference,
 )
-from harness.decisions import judge_all
+from harness.decisions import Verdict, forcible, judge_all
 from harness.engine import Engine, Run
 from harness.observed import Observed
-
-FORCED = ("candidates", "selection", "moe_idx")  # what the reference can be made to decide as the engine did
 
 
 @dataclass(frozen=True)
@@ -129,31 +127,15 @@ def against_reference(
         for name in ("ffn_in", "index_score", "index_score_masked")
     ]
     asked = {*names, *helpers} - {"hidden", "logits"}
-    own64, own = (run_reference(engine, observed, asked, {}) for engine in (exact, release))
+    decided = forcible(config, observed)
+    own64, own = (run_reference(engine, observed, asked, decided) for engine in (exact, release))
     report = Report()
-    verdicts = judge_all(config, weights, observed, own64, own)
     found: dict[str, dict[int, Divergence]] = {}
-    differing = False
-    for name, rows in verdicts.items():
+    for name, rows in judge_all(config, weights, observed, own64, own).items():
         accepted = sum(1 for v in rows if v.accepted and not v.same)
-        differing |= any(not v.same for v in rows)
         if accepted:
             report.accepted[name] = accepted
-        bad = {row: v for row, v in enumerate(rows) if not v.accepted}
-        layer, _ = tap_names.split(name)
-        found[name] = {
-            row: Divergence(row, layer, name, v.reason, observed.sequence, (), _short(own64.get(name), row),
-                            _short(observed.taps[name], row), v.margin, v.noise, rows=len(bad))
-            for row, v in bad.items()
-        }  # fmt: skip
-    differing |= any(
-        name in own and not torch.equal(own[name], observed.taps[name]) for name in verdicts if name in own64
-    )
-    if differing:
-        decided = {
-            n: observed.taps[n] for n in verdicts if tap_names.split(n)[1] in FORCED and n in observed.taps
-        }
-        own64, own = (run_reference(engine, observed, asked, decided) for engine in (exact, release))
+        found[name] = decision_divergences(name, rows, observed)
     for name in names:
         kind = tap_names.describe(name).kind
         if kind in ("value", "scores") and name in own64 and name in own:
@@ -162,6 +144,27 @@ def against_reference(
             )
     report.divergences = ordered(found, names, [role.index for role in config.layers()])
     return report
+
+
+def decision_divergences(name: str, verdicts: Sequence[Verdict], observed: Observed) -> dict[int, Divergence]:
+    """Every row whose decision is none, or differs beyond the noise."""
+    layer, _ = tap_names.split(name)
+    bad = {row: v for row, v in enumerate(verdicts) if not v.accepted}
+    return {
+        row: Divergence(
+            position=row,
+            layer=layer,
+            tap=name,
+            kind=v.reason,
+            sequence=observed.sequence,
+            expected=v.expected,
+            actual=in_short(observed.taps[name][row]),
+            error=v.margin,
+            limit=v.noise,
+            rows=len(bad),
+        )
+        for row, v in bad.items()
+    }
 
 
 def value_divergences(
@@ -262,8 +265,7 @@ def healing(outcome: Mapping[str, Divergence | None]) -> list[str]:
     return [name for name, left in outcome.items() if left is None]
 
 
-def _short(value: Tensor | None, row: int) -> Any:
-    if value is None or row >= value.shape[0]:
-        return None
-    flat = value[row].reshape(-1)
+def in_short(value: Tensor) -> Any:
+    """A row of a decision as a list; of a mask, the places that are set."""
+    flat = value.reshape(-1)
     return flat.nonzero().flatten().tolist() if flat.dtype == torch.bool else flat.tolist()

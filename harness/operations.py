@@ -102,6 +102,17 @@ def close(sequence: str) -> Operation:
     return Operation("close", sequence)
 
 
+def sensible(operations: Iterable[Operation], max_rollback: int) -> list[Operation]:
+    """The list without the operations that make no sense where they stand (after others were taken out)."""
+    book, kept = Book(max_rollback), []
+    for operation in operations:
+        if book.allows(operation):
+            kept.append(operation)
+            if operation.expect is None:
+                book.apply(operation)
+    return kept
+
+
 def expecting(operation: Operation, error: str) -> Operation:
     return replace(operation, expect=error)
 
@@ -116,11 +127,16 @@ def from_json(data: Iterable[Mapping[str, Any]]) -> list[Operation]:
 
 @dataclass
 class Held:
-    """What one live sequence holds. `floor`: the lowest length that a rollback is promised to reach."""
+    """What one live sequence holds.
+
+    floor: the lowest length that a rollback is promised to reach. strict: below it an engine must refuse; a
+    restored or branched sequence may reach further back than promised.
+    """
 
     tokens: tuple[int, ...]
     capacity: int
     floor: int
+    strict: bool = True
 
 
 @dataclass
@@ -131,6 +147,43 @@ class Book:
     live: dict[str, Held] = field(default_factory=dict)
     blobs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     closed: set[str] = field(default_factory=set)
+
+    def allows(self, operation: Operation) -> bool:
+        """Whether the operation makes sense here: it must succeed, or (`expect`) it must raise that error."""
+        op, held = operation.op, self.live.get(operation.sequence or "")
+        if op == "open":
+            return operation.sequence not in self.live and operation.sequence not in self.closed
+        if op == "step":
+            return self._allows_step(operation)
+        if op == "restore":
+            tokens = self.blobs.get(operation.target or "")
+            fits = tokens is not None and len(tokens) <= (operation.capacity or 0)
+            return fits and operation.sequence not in self.live and operation.sequence not in self.closed
+        if op in ("forget", "churn"):
+            return op == "churn" or operation.target in self.blobs
+        if held is None:
+            return op == "close" and operation.sequence in self.closed
+        if op == "rollback":
+            length = operation.length or 0
+            if operation.expect is not None:
+                return length > len(held.tokens) or (held.strict and length < held.floor)
+            return held.floor <= length <= len(held.tokens)
+        if op == "branch":
+            return operation.target not in self.live and operation.target not in self.closed
+        return True
+
+    def _allows_step(self, operation: Operation) -> bool:
+        names = [name for name, _ in operation.runs]
+        if operation.expect == "StateError":
+            return any(name in self.closed for name in names) and all(
+                name in self.closed or name in self.live for name in names
+            )
+        if not names or len(set(names)) != len(names) or not all(name in self.live for name in names):
+            return False
+        fits = [
+            len(self.live[name].tokens) + len(ids) <= self.live[name].capacity for name, ids in operation.runs
+        ]
+        return not all(fits) if operation.expect == "CapacityError" else all(fits)
 
     def apply(self, operation: Operation) -> None:
         """Follow one operation that must succeed."""
@@ -148,10 +201,12 @@ class Book:
             self.blobs[operation.target or ""] = self.live[name].tokens
         elif op == "restore":
             tokens = self.blobs[operation.target or ""]
-            self.live[name] = Held(tokens, operation.capacity or 0, len(tokens))
+            self.live[name] = Held(tokens, operation.capacity or 0, len(tokens), strict=False)
         elif op == "branch":
             parent = self.live[name]
-            self.live[operation.target or ""] = Held(parent.tokens, parent.capacity, len(parent.tokens))
+            self.live[operation.target or ""] = Held(
+                parent.tokens, parent.capacity, len(parent.tokens), strict=False
+            )
         elif op == "close":
             self.live.pop(name, None)
             self.closed.add(name)
