@@ -47,7 +47,7 @@ class LayerRole:
 
 @dataclass(frozen=True)
 class V41Config:
-    """Every size and constant of the model. Raises ConfigError, listing all problems, if they don't fit together."""
+    """Every size and constant of the model; sizes that don't fit together raise ConfigError, listing all."""
 
     vocab_size: int
     hidden_size: int

@@ -1,7 +1,7 @@
-"""What makes a configuration wrong. Every rule says which fields disagree; all are checked, none stops at the first.
+"""What makes a configuration wrong. Each rule says which fields disagree, and all of them are checked.
 
-Block sizes: Q8 quantises 32 consecutive channels, Q4i 32, Q4c 16; fp8 weights have a scale for 32 x 32 values,
-fp4 weights one for 1 x 32.
+Block sizes: Q8 quantises 32 consecutive channels, Q4i 32, Q4c 16; fp8 weights have a scale for 32 x 32,
+fp4 weights one for 1 x 32 values.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+SHOWN = 100  # problems that a message spells out
+
 
 class Problem(NamedTuple):
     """One fault inside an error that lists several."""
@@ -43,7 +45,9 @@ class DSV41Error(Exception):
             lines.append(str(self.problems[0]))
         elif self.problems:
             lines.append(f"{len(self.problems)} problems:")
-            lines.extend(f"  - {problem}" for problem in self.problems)
+            lines.extend(f"  - {problem}" for problem in self.problems[:SHOWN])
+            if len(self.problems) > SHOWN:
+                lines.append(f"  ... and {len(self.problems) - SHOWN} more, all in the error's `problems`")
         if hint:
             lines.append(hint)
         # one fault reads as one line, a list of faults as a list
@@ -63,7 +67,7 @@ class InputError(DSV41Error, ValueError):
 
 
 class StateError(DSV41Error):
-    """A sequence handle that is closed, foreign or at another length than the call says. Nothing was changed."""
+    """A sequence handle that is closed, foreign or at another length than stated. Nothing was changed."""
 
 
 class CapacityError(DSV41Error):

@@ -4,8 +4,9 @@ FLASH: the released DeepSeek-V4.1-Flash values.
 
 TOY: nine layers that hold every role (window only; window only with Engram; ratio-2 source; ratio-2 reuse;
 ratio-2 source; ratio-1 source that builds candidates; ratio-1 reuse; ratio-1 re-index with Engram; ratio-1
-reuse) and two draft stages, with every cut (window, top-k, candidates) within 40 tokens. The golden files'
-small stack is this one with a maximum of 128 positions.
+reuse) and two draft stages, with every cut (window, top-k, candidates) within 40 tokens. YaRN's original
+context is 32, so that it acts. The golden files' small stack is this one without YaRN and with a maximum of
+128 positions.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ TOY: dict[str, Any] = {
     "rope_factor": 16.0,
     "rope_beta_fast": 32.0,
     "rope_beta_slow": 1.0,
-    "original_max_position_embeddings": 0,
+    "original_max_position_embeddings": 32,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
