@@ -1,13 +1,13 @@
 """Attention of one layer over the window and the shared compressed rows (numeric contract, section 8).
 
-    qr = q_norm(wq_a x);  q = rotate(wq_b qr)                                  no norm on the heads
-    window row = Q8(rotate(kv_norm(wkv x)))                                    one row, key and value of all heads
-    a KV source also makes latent rows and index keys; an index source makes a selection; the others reuse both
+    qr = q_norm(wq_a x);  q = rotate(wq_b qr)                            no norm on the heads
+    window row = Q8(rotate(kv_norm(wkv x)))                              one row, key and value of all heads
+    a KV source also makes latent rows and index keys; an index source makes a selection; others reuse both
     o = rotate^-1(sparse attention over the window rows and the selected latent rows)
-    y = wo_b(concat_g bf16(wo_a[g] o[g]))                                      heads in consecutive groups
+    y = wo_b(concat_g bf16(wo_a[g] o[g]))                                heads in consecutive groups
 
-Order matters inside a KV source: the index key is made from the latent before its rotation and quantisation, and the
-groups finished in this step are visible to this step's queries.
+Order matters inside a KV source: the index key is made from the latent before its rotation and quantisation,
+and the groups finished in this step are visible to this step's queries.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def compress(x: Tensor, w: Attention, compressor: Compressor, step: Step) -> Non
         kv = own.pending_kv.rows(first * ratio, last * ratio)
         score = own.pending_score.rows(first * ratio, last * ratio)
     if first < last or not step.stale_index_k:
-        step.key_owner = w.role.index  # an owner always reads its own keys; the release forgets to when none is new
+        step.key_owner = (
+            w.role.index
+        )  # an owner always reads its own keys; the release forgets to when none is new
     if first == last:
         step.taps(f"L{w.role.index}.latent", lambda: _at_completion(kv[:0], first, ratio, step))
         return
@@ -125,7 +127,7 @@ def compress(x: Tensor, w: Attention, compressor: Compressor, step: Step) -> Non
 
 
 def index(x: Tensor, qr: Tensor, w: Attention, indexer: Indexer, step: Step) -> None:
-    """The selection of this index source for every query of the step; always published, also when it is empty."""
+    """This index source's selection for every query of the step; always published, also when empty."""
     tap, name, precision = step.taps, f"L{w.role.index}", step.precision
     visible = visible_rows(step.positions, w.role.ratio)
     q, head_weights = index_query(x, qr, step.positions, w.frequencies, indexer, precision)
@@ -140,7 +142,7 @@ def index(x: Tensor, qr: Tensor, w: Attention, indexer: Indexer, step: Step) -> 
     tap(f"{name}.index_score", scores)
     if w.role.is_candidate_source:
         size = w.candidate_block_size
-        computed = candidate_rows(scores, visible, w.candidate_topk_blocks, size)
+        computed = candidate_rows(scores, visible, w.candidate_topk_blocks, size) & (scores > -torch.inf)
         step.candidates = step.decide(f"{name}.candidates", computed)
         tap(f"{name}.candidates", step.candidates)
         margin = lambda: selection_margin(block_scores(scores, visible, size), w.candidate_topk_blocks)  # noqa: E731
@@ -149,9 +151,9 @@ def index(x: Tensor, qr: Tensor, w: Attention, indexer: Indexer, step: Step) -> 
         assert step.candidates is not None
         scores = scores.masked_fill(~step.candidates, -torch.inf)
         tap(f"{name}.index_score_masked", scores)
-    chosen = select(scores, visible, w.indexer.topk, keep_unreachable=step.underfilled_selection)
+    chosen = select(scores, visible, indexer.topk, keep_unreachable=step.underfilled_selection)
     step.selection = step.decide(f"{name}.selection", chosen)
-    tap(f"{name}.index_margin", lambda: selection_margin(scores, w.indexer.topk))
+    tap(f"{name}.index_margin", lambda: selection_margin(scores, indexer.topk))
 
 
 def attend(q: Tensor, w: Attention, step: Step) -> Tensor:
@@ -171,18 +173,20 @@ def attend(q: Tensor, w: Attention, step: Step) -> Tensor:
         part = slice(begin, begin + QUERIES_AT_ONCE)
         gathered = [_gather(source, place[part]) for source, place in zip(sources, places, strict=True)]
         present = torch.cat([place[part] != ABSENT for place in places], dim=1)
-        out.append(sparse_attention(q[part], torch.cat(gathered, dim=1), present, w.attn_sink, step.precision))
+        out.append(
+            sparse_attention(q[part], torch.cat(gathered, dim=1), present, w.attn_sink, step.precision)
+        )
     return torch.cat(out)
 
 
 def window_tokens(positions: Tensor, window: int) -> Tensor:
-    """positions [T] -> the tokens each query's window holds, oldest first, ABSENT before the sequence: [T, W]."""
+    """positions [T] -> tokens of each query's window, oldest first, ABSENT before the sequence: [T, W]."""
     tokens = positions.unsqueeze(-1) + torch.arange(1 - window, 1)
     return tokens.masked_fill(tokens < 0, ABSENT)
 
 
 def output(o: Tensor, positions: Tensor, w: Attention, precision: Precision) -> Tensor:
-    """o [T, H, C] -> [T, D]: the inverse rotation at the query's position, then the grouped projection."""
+    """o [T, H, C] -> [T, D]: inverse rotation at the query's position, then the grouped projection."""
     o = rotate(o, positions, w.frequencies, precision, inverse=True)
     grouped = o.unflatten(1, (w.groups, -1)).flatten(2)  # [T, G, heads a group * C]
     wo_a = w.wo_a.float64.unflatten(0, (w.groups, -1))  # [G, o_lora_rank, heads a group * C]

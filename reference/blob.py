@@ -1,7 +1,7 @@
 """A sealed blob: named tensors and text metadata as safetensors bytes, with a checksum over all of it.
 
-The checksum is a sha256 in the header's metadata, taken with its own 64 digits set to zero, so that any reader of
-safetensors can open a blob and one flipped bit anywhere is noticed.
+The checksum is a sha256 in the header's metadata, taken with its own 64 digits set to zero, so that any
+reader of safetensors can open a blob and one flipped bit anywhere is noticed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def seal(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def unseal(blob: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Bytes -> (tensors, metadata).  Raises SnapshotError for a blob that is truncated, altered or no blob at all."""
+    """Bytes -> (tensors, metadata).  Raises SnapshotError if truncated, altered or no blob at all."""
     metadata = _metadata(blob)
     checksum = metadata.get("checksum", "")
     if len(checksum) != 64 or not set(checksum) <= set("0123456789abcdef"):
@@ -46,7 +46,8 @@ def damaged(field: str, expected: Any, actual: Any, hint: str | None = None) -> 
         field=f"snapshot.{field}",
         expected=expected,
         actual=actual,
-        hint=hint or "the blob is damaged, cut off or not a snapshot: take a new one, or recompute the prefix",
+        hint=hint
+        or "the blob is damaged, cut off or not a snapshot: take a new one, or recompute the prefix",
     )
 
 

@@ -1,11 +1,11 @@
 """The compressor of a KV source: r tokens become one latent row (numeric contract, section 9).
 
     r = 1   latent = norm(bf16(wkv x))
-    r > 1   a = wkv x, g = wgate x in fp32;  latent = norm(bf16(sum_t a_t softmax_t(g_t))) over the r tokens of a group,
-            independently for each channel
+    r > 1   a = wkv x, g = wgate x in fp32;  latent = norm(bf16(sum_t a_t softmax_t(g_t)))
+            over the r tokens of a group, independently for each channel
 
-Groups are disjoint and aligned to absolute positions: group j holds tokens j*r .. j*r + r - 1 and exists once its
-last token has been seen.  The latent is not rotated yet: the index key is made from it first.
+Groups are disjoint and aligned to absolute positions: group j holds tokens j*r .. j*r + r - 1 and exists once
+its last token has been seen.  The latent is not rotated yet: the index key is made from it first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Compressor:
 
 
 def project(x: Tensor, w: Compressor, precision: Precision) -> tuple[Tensor, Tensor | None]:
-    """x [T, D] -> (kv [T, C], score [T, C] or None at ratio 1): what an incomplete group keeps, in fp32 at r > 1."""
+    """x [T, D] -> (kv [T, C], score [T, C] or None at ratio 1): what an incomplete group keeps."""
     return linear(x, w.wkv, precision), None if w.wgate is None else linear(x, w.wgate, precision)
 
 

@@ -1,12 +1,12 @@
-"""DSpark: draft stages that guess the next tokens from the backbone's inner streams (numeric contract, section 13).
+"""DSpark: draft stages that guess the next tokens from the backbone's streams (numeric contract, section 13).
 
-    main_x = main_norm(main_proj(main_hidden))            one row for each accepted token
-    each stage keeps window rows made from main_x, so accepted tokens need no draft forward of their own
-    draft inputs = [accepted token, noise token, ...]     `dspark_block_size` of them, at positions p+1, p+2, ...
-    every draft row sees the window rows of p-W+1..p and all draft rows of its block: not causal inside the block
-    x = collapse(h, pre_mix);  base = fp32(norm(x)) head^T
-    logits[i] = base[i] + markov_head(markov_embed(token_i));  token_(i+1) = argmax(logits[i])
-    confidence[i] = fp32 proj(concat(x_i, markov_embed(token_i)))
+main_x = main_norm(main_proj(main_hidden))            one row for each accepted token
+each stage keeps window rows made from main_x, so accepted tokens need no draft forward of their own
+draft inputs = [accepted token, noise token, ...]     `dspark_block_size` of them, at positions p+1, p+2, ...
+every draft row sees the window rows of p-W+1..p and all draft rows of its block: not causal inside the block
+x = collapse(h, pre_mix);  base = fp32(norm(x)) head^T
+logits[i] = base[i] + markov_head(markov_embed(token_i));  token_(i+1) = argmax(logits[i])
+confidence[i] = fp32 proj(concat(x_i, markov_embed(token_i)))
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from reference.taps import Taps
 
 @dataclass(frozen=True)
 class Draft:
-    """token_ids int64 [block + 1], the accepted token first; base_logits and logits [block, V]; confidence [block]."""
+    """token_ids int64 [block + 1], accepted first; base_logits, logits [block, V]; confidence [block]."""
 
     token_ids: Tensor
     base_logits: Tensor
@@ -117,13 +117,15 @@ class DSpark:
         for i in range(len(x)):
             markov = self.markov_embed[tokens[-1]].to(self.precision.dtype)
             logits.append(base[i] + self.precision.matmul(markov, self.markov_head))
-            confidence.append(self.precision.matmul(torch.cat((x[i], markov)), self.confidence_proj).squeeze())
+            confidence.append(
+                self.precision.matmul(torch.cat((x[i], markov)), self.confidence_proj).squeeze()
+            )
             tokens.append(int(logits[-1].argmax()))
         return Draft(torch.tensor(tokens), base, torch.stack(logits), torch.stack(confidence), taps.values)
 
 
 def draft_attention(x: Tensor, w: Attention, step: Step) -> Tensor:
-    """x [block, D] -> [block, D]: the window rows before the block, then the block's own rows, all of them."""
+    """x [block, D] -> [block, D]: the window rows before the block, then all of the block's own."""
     _, q = query(x, step.positions, w, step.precision)
     row = window_row(x, step.positions, w, step.precision)
     window = step.history.layers[w.role.index].window.rows(max(0, step.start - w.window), step.start)

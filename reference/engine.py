@@ -41,7 +41,7 @@ class Run:
 
 @dataclass
 class StepResult:
-    """hidden [T, D] after the final norm, logits [T, V] float32, taps name -> [T, ...]; rows in the order of the runs."""
+    """hidden [T, D] after the final norm, logits [T, V], taps name -> [T, ...]; rows in order of the runs."""
 
     hidden: Tensor
     logits: Tensor
@@ -87,7 +87,7 @@ class ReferenceEngine:
         self._opened = 0
 
     def declines(self) -> frozenset[str]:
-        """"graphs": it records none.  "bitwise": a product's bits may depend on how many rows it has."""
+        """`graphs`: it records none.  `bitwise`: a product's bits may depend on how many rows it has."""
         return frozenset({"graphs", "bitwise"})
 
     # life cycle
@@ -109,7 +109,7 @@ class ReferenceEngine:
     def history(self, sequence: Hashable) -> SequenceHistory:
         """Everything that a live sequence has seen.  Raises StateError after its close."""
         if sequence in self._live:
-            return self._live[sequence]  # type: ignore[index]
+            return self._live[sequence]
         raise self._unknown(sequence)
 
     # steps
@@ -123,7 +123,7 @@ class ReferenceEngine:
         forced: Mapping[str, Tensor] | None = None,
         layer_inputs: LayerInputs | None = None,
     ) -> StepResult:
-        """Append each run to its sequence.  Raises InputError, StateError or CapacityError with nothing changed.
+        """Append each run to its sequence.  Raises InputError, StateError, CapacityError, nothing changed.
 
         forced and layer_inputs hold one row for each token of the step, as the taps do.  replay is ignored.
         """
@@ -141,7 +141,9 @@ class ReferenceEngine:
                         image,
                         taps,
                         {name: value[part] for name, value in (forced or {}).items()},
-                        {i: (h[part], p[part]) for i, (h, p) in layer_inputs.items()} if layer_inputs else None,
+                        {i: (h[part], p[part]) for i, (h, p) in layer_inputs.items()}
+                        if layer_inputs
+                        else None,
                     )
                 )
         except BaseException:
@@ -227,10 +229,14 @@ class ReferenceEngine:
         }
         for field, value in expected.items():
             if metadata.get(field) != value:
-                raise damaged(field, value, metadata.get(field), "restore into an engine of the same kind and model")
+                raise damaged(
+                    field, value, metadata.get(field), "restore into an engine of the same kind and model"
+                )
         length = int(metadata["length"])
         if length > capacity:
-            raise damaged("length", f"at most the capacity asked for, {capacity}", length, "ask for more capacity")
+            raise damaged(
+                "length", f"at most the capacity asked for, {capacity}", length, "ask for more capacity"
+            )
         history = self.model.new_history(self._checked_capacity(capacity))
         history.length = length
         owner = metadata["last_key_owner"]
@@ -251,7 +257,7 @@ class ReferenceEngine:
     # books
 
     def ledger(self) -> Ledger:
-        """What the live sequences hold; the reference takes memory as it needs it, so nothing is ever free."""
+        """What the live sequences hold; memory is taken as it is needed, so nothing is ever free."""
         by_kind: dict[str, int] = {}
         for history in self._live.values():
             for name, (log, count) in history.logs().items():
@@ -343,7 +349,9 @@ class ReferenceEngine:
         self._check_tokens(run.token_ids, f"{field}.token_ids")
         if run.image_mask is not None and len(run.image_mask) != count:
             raise InputError(
-                field=f"{field}.image_mask", expected=f"{count} values, one a token", actual=len(run.image_mask)
+                field=f"{field}.image_mask",
+                expected=f"{count} values, one a token",
+                actual=len(run.image_mask),
             )
         if run.start + count > history.capacity:
             raise CapacityError(
@@ -355,7 +363,11 @@ class ReferenceEngine:
 
     def _check_tokens(self, token_ids: Sequence[int], field: str) -> None:
         for i, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int)
+                or not 0 <= token < self.config.vocab_size
+            ):
                 raise InputError(
                     field=f"{field}[{i}]",
                     expected=f"an integer, 0 <= id < {self.config.vocab_size}",

@@ -4,12 +4,13 @@ Hash, int64, per position t with n the largest n-gram:
     c[t] = token_map[token], or DEAD for an image token
     blocked_k = blocked_(k-1) or t - k < 0 or c[t-k] is DEAD,  k = 0..n-1      (sticky)
     token_k   = token_map[pad] if blocked_k else c[t-k]
-    rolling   = token_0 m_0;  for i = 1..n-1: rolling ^= token_i m_i;  column(i, head) = rolling mod prime(i, head)
+    rolling   = token_0 m_0;  for i = 1..n-1: rolling ^= token_i m_i
+    column(i, head) = rolling mod prime(i, head)
     row id    = offset(i, head) + column
 
 Apply:
     key[c], value = wkv(concat of the rows)                        N keys, then one shared value
-    dot[c]  = sum_d h[c,d] (qw[c,d] kw[c,d]) key[c,d] * rsqrt(mean h[c]^2 + eps) * rsqrt(mean key[c]^2 + eps) / sqrt(D)
+    dot[c]  = sum_d h[c,d] (qw[c,d] kw[c,d]) key[c,d] * inverse_rms(h[c]) * inverse_rms(key[c]) / sqrt(D)
     gate[c] = sigmoid(copysign(sqrt(max(|dot[c]|, 1e-6)), dot[c])), 0 for a dead token
     h[c]    = bf16(h[c] + gate[c] value)
 """
@@ -35,7 +36,7 @@ GATE_FLOOR = 1e-6  # under the square root, so that its slope stays finite
 
 @dataclass(frozen=True)
 class HashConstants:
-    """multipliers int64 [layers, n]; primes and offsets int64 [layers, n-1, heads]; rows: table rows a layer."""
+    """multipliers int64 [layers, n]; primes, offsets int64 [layers, n-1, heads]; rows: table rows a layer."""
 
     multipliers: Tensor
     primes: Tensor
@@ -45,7 +46,7 @@ class HashConstants:
 
 @lru_cache(maxsize=16)
 def hash_constants(config: V41Config) -> HashConstants:
-    """Constants of every Engram layer, in the order of config.engram_layer_ids; none is in the checkpoint."""
+    """Constants of every Engram layer, in the order of config.engram_layer_ids."""
     n, heads = config.engram_max_ngram_size, config.engram_n_heads
     bound = max(1, (2**63 - 1) // config.engram_compressed_vocab_size // 2)
     multipliers = [
@@ -55,7 +56,9 @@ def hash_constants(config: V41Config) -> HashConstants:
     primes = np.array(config.engram_primes, dtype=np.int64)
     primes = primes.reshape(len(config.engram_layer_ids), n - 1, heads)
     flat = primes.reshape(len(primes), -1)
-    offsets = np.concatenate((np.zeros_like(flat[:, :1]), flat.cumsum(1)[:, :-1]), axis=1).reshape(primes.shape)
+    offsets = np.concatenate((np.zeros_like(flat[:, :1]), flat.cumsum(1)[:, :-1]), axis=1).reshape(
+        primes.shape
+    )
     return HashConstants(
         multipliers=torch.from_numpy(np.array(multipliers, dtype=np.int64).reshape(-1, n)),
         primes=torch.from_numpy(primes),
@@ -77,7 +80,7 @@ def ngram_tokens(compressed: Tensor, start: int, n: int, pad: int) -> Tensor:
 
 
 def ngram_rows(tokens: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor) -> Tensor:
-    """Table rows of one layer: tokens [T, n], multipliers [n], primes and offsets [n-1, heads] -> [T, (n-1)*heads]."""
+    """A layer's table rows: tokens [T, n], multipliers [n], primes, offsets [n-1, heads] -> [T, columns]."""
     rolling = tokens[:, 0] * multipliers[0]
     columns = []
     for order in range(1, tokens.shape[1]):

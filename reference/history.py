@@ -1,7 +1,8 @@
-"""What a sequence has seen, by absolute position: nothing wraps, nothing is overwritten, rollback is truncation.
+"""What a sequence has seen, by absolute position: nothing wraps or is overwritten, rollback is truncation.
 
-A layer's rows are a function of the sequence's tokens alone, so the reference keeps every one it ever computed and
-has no state to get wrong.  Rows are written at their position; only `length` says which of them count.
+A layer's rows are a function of the sequence's tokens alone, so the reference keeps every one it ever
+computed and has no state to get wrong.  Rows are written at their position; only `length` says which of them
+count.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RowLog:
 
 @dataclass
 class LayerHistory:
-    """One layer's rows.  window [S, C] by token; pending_kv and pending_score [S, C] by token (sources with r > 1);
+    """One layer's rows.  window [S, C] by token; pending_kv, pending_score [S, C] by token (sources, r > 1);
     latent [S // r, C] and index_key [S // r, index width] by group (sources)."""
 
     ratio: int
@@ -66,7 +67,7 @@ class LayerHistory:
 class SequenceHistory:
     """A sequence: its tokens, and every layer's rows.
 
-    capacity, length: in tokens.  last_key_owner: the layer whose index keys were published last, which only the
+    capacity, length: in tokens.  last_key_owner: the layer whose index keys were published last; only the
     switch `release_stale_index_k` reads.
     """
 
@@ -95,7 +96,10 @@ class SequenceHistory:
 
     def logs(self) -> dict[str, tuple[RowLog, int]]:
         """Every log of the sequence, `L{i}.name`, with the number of rows that count."""
-        named = {"token_ids": (self.token_ids, self.length), "compressed_ids": (self.compressed_ids, self.length)}
+        named = {
+            "token_ids": (self.token_ids, self.length),
+            "compressed_ids": (self.compressed_ids, self.length),
+        }
         for index, layer in self.layers.items():
             named |= {f"L{index}.{name}": counted for name, counted in layer.logs(self.length).items()}
         return named

@@ -3,13 +3,13 @@
     m = (flat(h) W_fn^T) * rsqrt(mean(flat(h)^2) + norm_eps)            projection first, then the one scalar
     pre_k     = sigmoid(m_k * scale_0 + base_k) + hc_eps                weights of the collapse
     post_k    = 2 sigmoid(m_(N+k) * scale_1 + base_(N+k))               weights of the sublayer's output
-    comb_(jk) = Sinkhorn(m_(2N+jN+k) * scale_2 + base_(2N+jN+k))        source stream j -> destination stream k
+    comb_(jk) = Sinkhorn(m_(2N+jN+k) * scale_2 + base_(2N+jN+k))       source stream j -> destination stream k
 
     collapse(h, w)             = bf16(sum_c w_c h_c)
     expand(y, h, post, comb)_k = bf16(post_k y + sum_j comb_(jk) h_j)
 
-A sublayer's input is collapsed with the `pre` of the sublayer *before* it: attention uses the previous block's FFN
-pre, the FFN uses this block's attention pre, the model's last collapse uses the last FFN pre.
+A sublayer's input is collapsed with the `pre` of the sublayer *before* it: attention uses the previous
+block's FFN pre, the FFN uses this block's attention pre, the model's last collapse uses the last FFN pre.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HyperConnection:
 
 
 def coefficients(h: Tensor, site: HyperConnection, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
-    """h [T, N, D] -> pre [T, N], post [T, N], comb [T, N, N] (source, destination), never rounded to bf16."""
+    """h [T, N, D] -> pre [T, N], post [T, N], comb [T, N, N] (source, destination), not rounded to bf16."""
     flat = h.flatten(1)  # [T, N * D], stream-major
     m = precision.matmul(flat, site.fn) * inverse_rms(flat, site.norm_eps)
     return split_mix(m, site, h.shape[1])
@@ -53,7 +53,7 @@ def split_mix(m: Tensor, site: HyperConnection, streams: int) -> tuple[Tensor, T
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Row softmax + eps, a column step, then (iterations - 1) times row and column: [..., N, N], ends on columns."""
+    """Row softmax + eps, a column step, then (iterations - 1) times row and column: [..., N, N]."""
     c = (logits - logits.amax(-1, keepdim=True)).exp()
     c = c / c.sum(-1, keepdim=True) + eps
     c = c / (c.sum(-2, keepdim=True) + eps)

@@ -5,8 +5,8 @@
     score(j) = bf16(sum_h bf16(relu(bf16(q_h . k_j)) w_h))          three roundings
     a row j not yet visible, or outside the candidate blocks, scores -inf
 
-    candidate blocks: a block's score is the largest of its rows; the block of the newest visible row always stays; the
-    best `topk_blocks` stay, blocks without a visible row never do
+    candidate blocks: a block's score is the largest of its rows; the block of the newest visible row always
+    stays; the best `topk_blocks` stay, blocks without a visible row never do
     selection: the `topk` best rows, lowest position first among equals, sorted ascending, -1 at the end
 
 A source of candidates selects from its own unmasked scores; every later index source masks its scores first.
@@ -48,8 +48,10 @@ class Indexer:
     topk: int
 
 
-def index_key(latent: Tensor, positions: Tensor, frequencies: Tensor, w: IndexKey, precision: Precision) -> Tensor:
-    """latent [G, C] before its rotation, positions [G] of the groups' first tokens -> keys [G, index width]."""
+def index_key(
+    latent: Tensor, positions: Tensor, frequencies: Tensor, w: IndexKey, precision: Precision
+) -> Tensor:
+    """latent [G, C] before rotation, positions [G] of the groups' first tokens -> keys [G, index width]."""
     k = rms_norm(linear(latent, w.wk, precision), w.k_norm, w.norm_eps, precision)
     k = rotate(k, positions, frequencies, precision)
     return qdq_fp4_e8m0(k) if precision.cache_quantizers else k
@@ -67,7 +69,9 @@ def index_query(
     return q, precision.bf16(head_weights)
 
 
-def index_scores(q: Tensor, head_weights: Tensor, keys: Tensor, visible: Tensor, precision: Precision) -> Tensor:
+def index_scores(
+    q: Tensor, head_weights: Tensor, keys: Tensor, visible: Tensor, precision: Precision
+) -> Tensor:
     """q [T, heads, width], keys [S, width], visible [T] -> scores [T, S], -inf from row `visible` on."""
     dot = precision.bf16(precision.einsum("thc,sc->ths", q, keys))
     weighted = precision.bf16(dot.relu() * head_weights.unsqueeze(-1))
@@ -100,7 +104,9 @@ def select(scores: Tensor, visible: Tensor, topk: int, *, keep_unreachable: bool
     candidate blocks, as the release does (switch `release_underfilled_selection`).
     """
     width = min(topk, scores.shape[1])
-    best, order = scores.sort(dim=-1, descending=True, stable=True)  # stable: equal scores in order of position
+    best, order = scores.sort(
+        dim=-1, descending=True, stable=True
+    )  # stable: equal scores in order of position
     best, order = best[:, :width], order[:, :width]
     taken = (order < visible.unsqueeze(-1)) & ((best > -torch.inf) | keep_unreachable)
     beyond = scores.shape[1]
@@ -110,7 +116,7 @@ def select(scores: Tensor, visible: Tensor, topk: int, *, keep_unreachable: bool
 
 
 def selection_margin(scores: Tensor, topk: int) -> Tensor:
-    """Gap between the last chosen and the first refused score of each row [T]; inf where nothing was refused."""
+    """Gap between the last chosen and first refused score of each row [T]; inf where nothing was refused."""
     if scores.shape[1] <= topk:
         return scores.new_full((scores.shape[0],), torch.inf)
     best = scores.sort(dim=-1, descending=True).values

@@ -1,13 +1,13 @@
 """The block: hyper-connections around attention and around the mixture of experts, with the delayed pre mix.
 
-    h = engram(h)                                    where the layer has one; pre_mix passes through
-    (attn_pre, post, comb) = coefficients(h)
-    y = attention(attn_norm(collapse(h, pre_mix)))   pre_mix of the previous block's FFN
-    h = expand(y, h, post, comb)
-    (ffn_pre, post, comb) = coefficients(h)
-    y = moe(ffn_norm(collapse(h, attn_pre)))
-    h = expand(y, h, post, comb)
-    return h, ffn_pre
+h = engram(h)                                    where the layer has one; pre_mix passes through
+(attn_pre, post, comb) = coefficients(h)
+y = attention(attn_norm(collapse(h, pre_mix)))   pre_mix of the previous block's FFN
+h = expand(y, h, post, comb)
+(ffn_pre, post, comb) = coefficients(h)
+y = moe(ffn_norm(collapse(h, attn_pre)))
+h = expand(y, h, post, comb)
+return h, ffn_pre
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Attend = Callable[[Tensor, Attention, Step], Tensor]
 
 
 def recall(h: Tensor, w: Layer, step: Step) -> Tensor:
-    """The streams as the block sees them: with the n-gram memory added where the layer has one.  [T, N, D]."""
+    """The streams [T, N, D] as the block sees them: with the n-gram memory added where the layer has one."""
     if w.engram is not None:
         h, gate = engram(h, step.engram_rows[w.index], step.image, w.engram, step.precision)
         step.taps(f"L{w.index}.engram_gate", gate)
@@ -55,7 +55,7 @@ def recall(h: Tensor, w: Layer, step: Step) -> Tensor:
 def block(
     h: Tensor, pre_mix: Tensor, w: Layer, step: Step, attend: Attend = attention
 ) -> tuple[Tensor, Tensor]:
-    """h [T, N, D], pre_mix [T, N] -> (h [T, N, D], the FFN's pre [T, N]).  `attend` is the attention sublayer."""
+    """h [T, N, D], pre_mix [T, N] -> (h [T, N, D], the FFN's pre [T, N]); `attend` is the attention."""
     tap, name, precision = step.taps, f"L{w.index}", step.precision
     attn_pre, post, comb = coefficients(h, w.hc_attn, precision)
     x = rms_norm(collapse(h, pre_mix, precision), w.attn_norm, w.norm_eps, precision)

@@ -1,9 +1,9 @@
 """A weight matrix in its storage format and the product that goes with it (numeric contract, section 3).
 
-    bf16   y = bf16(x W^T)
-    fp8    y = bf16(Q8(x) W^T),  W = e4m3 * 2^e, one E8M0 scale a 32x32 tile
-    fp4    y = bf16(Q8(x) W^T),  W = e2m1 * 2^e, one E8M0 scale a row and 32 columns
-    fp32   y = x W^T, float32 result, no cast
+bf16   y = bf16(x W^T)
+fp8    y = bf16(Q8(x) W^T),  W = e4m3 * 2^e, one E8M0 scale a 32x32 tile
+fp4    y = bf16(Q8(x) W^T),  W = e2m1 * 2^e, one E8M0 scale a row and 32 columns
+fp32   y = x W^T, float32 result, no cast
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["fp8", "fp4", "bf16", "fp32"]
 
 @dataclass(frozen=True)
 class Linear:
-    """weight: [N, K] in float8_e4m3fn, bfloat16 or float32, or uint8 [N, K/2] for fp4.  scale: float8_e8m0fnu,
+    """weight: [N, K] float8_e4m3fn, bfloat16 or float32, or uint8 [N, K/2] for fp4.  scale: float8_e8m0fnu,
     [ceil(N/32), K/32] for fp8, [N, K/32] for fp4, None otherwise."""
 
     weight: Tensor

@@ -3,10 +3,10 @@
     h = embed[id] in every stream, pre_mix = one-hot on the first stream
     for each layer: h = engram(h); h, pre_mix = block(h, pre_mix)
     logits = fp32(norm(collapse(h, pre_mix))) head^T
-    main_hidden = concat over the draft's target layers of bf16(mean over streams of the h that enters the layer)
+    main_hidden = concat over the draft's target layers of bf16(mean over streams of the h that enters it)
 
-Sequences never meet: a forward is one run of consecutive tokens of one sequence, from any start and of any length.
-Prefill, a chunk, a decode step and a verify step are this same function.
+Sequences never meet: a forward is one run of consecutive tokens of one sequence, from any start and of any
+length. Prefill, a chunk, a decode step and a verify step are this same function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LayerInputs = Mapping[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Output:
-    """hidden [T, D] after the final norm, logits [T, V] fp32, main_hidden [T, targets * D] or None, taps by name."""
+    """hidden [T, D] after the final norm, logits [T, V], main_hidden [T, targets * D] or None, taps."""
 
     hidden: Tensor
     logits: Tensor
@@ -45,7 +45,7 @@ class Output:
 class Model:
     """The reference stack.  Its only state is the caller's SequenceHistory.
 
-    release_stale_index_k: an owner publishes its index keys only in a call that writes one, as the release does.
+    release_stale_index_k: an owner publishes its index keys only in a call that writes one.
     release_underfilled_selection: keep reachable rows outside the candidate blocks when too few are inside.
     """
 
@@ -83,8 +83,8 @@ class Model:
         """Appends token_ids int64 [T] (image bool [T]) to the history and returns a row for each.
 
         forced: decisions to use instead of the computed ones (`L{i}.selection`, `.candidates`, `.moe_idx`).
-        layer_inputs: (h [T, N, D], pre_mix [T, N]) that replace what enters a layer; `num_hidden_layers` stands for
-        the last collapse.
+        layer_inputs: (h [T, N, D], pre_mix [T, N]) that replace what enters a layer; `num_hidden_layers`
+        stands for the last collapse.
         """
         step = self._begin(history, token_ids, image, Taps(taps), forced or {})
         h, pre_mix = self._embed(token_ids, layer_inputs)
@@ -97,7 +97,9 @@ class Model:
                 main.append(self.precision.bf16(h.mean(1)))
             h, pre_mix = block(h, pre_mix, w, step)
         if layer_inputs is not None and self.config.num_hidden_layers in layer_inputs:
-            h, pre_mix = (given.to(self.precision.dtype) for given in layer_inputs[self.config.num_hidden_layers])
+            h, pre_mix = (
+                given.to(self.precision.dtype) for given in layer_inputs[self.config.num_hidden_layers]
+            )
         hidden, logits = self._finish(h, pre_mix, step)
         history.last_key_owner = step.key_owner
         history.length = step.end  # only now do the rows written above count
@@ -119,7 +121,12 @@ class Model:
         return self.embed(token_ids)
 
     def _begin(
-        self, history: SequenceHistory, token_ids: Tensor, image: Tensor, taps: Taps, forced: Mapping[str, Tensor]
+        self,
+        history: SequenceHistory,
+        token_ids: Tensor,
+        image: Tensor,
+        taps: Taps,
+        forced: Mapping[str, Tensor],
     ) -> Step:
         config, start, end = self.config, history.length, history.length + len(token_ids)
         history.token_ids.write(start, token_ids)

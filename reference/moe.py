@@ -5,8 +5,8 @@
     expert: g = min(w1 x, limit), u = clamp(w3 x, -limit, limit), out = w2(bf16(weight * silu(g) * u))
     y = bf16(sum over the chosen experts in ascending id, then the shared expert)
 
-The bias takes part in the choice alone.  The route weight multiplies before w2, so it is inside the quantisation of
-w2's input.
+The bias takes part in the choice alone.  The route weight multiplies before w2, so it is inside the
+quantisation of w2's input.
 """
 
 from __future__ import annotations
@@ -66,10 +66,14 @@ def router_scores(x: Tensor, w: Router, precision: Precision) -> Tensor:
 
 
 def choose_experts(scores: Tensor, image: Tensor, w: Router) -> tuple[Tensor, Tensor]:
-    """scores [T, E], image bool [T] -> (chosen int64 [T, K], best first; margin [T] to the first one refused)."""
+    """scores [T, E], image bool [T] -> (chosen int64 [T, K], best first; margin [T] to the first refused)."""
     biased = scores + torch.where(image.unsqueeze(-1), w.bias_vl, w.bias)
     best, order = biased.sort(dim=-1, descending=True, stable=True)
-    margin = best[:, w.topk - 1] - best[:, w.topk] if w.topk < biased.shape[1] else best.new_full((len(best),), torch.inf)
+    margin = (
+        best[:, w.topk - 1] - best[:, w.topk]
+        if w.topk < biased.shape[1]
+        else best.new_full((len(best),), torch.inf)
+    )
     return order[:, : w.topk], margin
 
 
@@ -81,7 +85,9 @@ def route_weights(scores: Tensor, chosen: Tensor, w: Router) -> Tensor:
     return weights * w.scale
 
 
-def run_expert(x: Tensor, w: Expert, limit: float, precision: Precision, weight: Tensor | None = None) -> Tensor:
+def run_expert(
+    x: Tensor, w: Expert, limit: float, precision: Precision, weight: Tensor | None = None
+) -> Tensor:
     """x [T, D], route weight [T] or None for the shared expert -> [T, D]."""
     gate, up = linear(x, w.w1, precision), linear(x, w.w3, precision)
     if limit > 0:

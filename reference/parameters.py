@@ -1,7 +1,7 @@
 """From named tensors to the weights of each mechanism.
 
-Decoded matrices are kept once they have been used; the experts of a large model are decoded anew at each use, because
-384 of them in float64 would not fit a machine.
+Decoded matrices are kept once they have been used; the experts of a large model are decoded anew at each use,
+because 384 of them in float64 would not fit a machine.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
     Q4i   index queries and keys                32     6 * 2^-126         p2ceil(amax * (1/6))     e2m1(x / s)
     Q4c   compressed latent rows                16     6 * 2^-9           e4m3(amax / 6)           e2m1(x / s)
 
-Groups are consecutive along the last dimension.  A code times its scale fits bfloat16 exactly, so storing (code,
-scale) and decoding later loses nothing.  A group that holds a NaN or an infinity gets a NaN scale (E8M0 byte 255,
-E4M3 byte 0x7F) and decodes to NaN as a whole: a non-finite value is never hidden by saturation.
+Groups are consecutive along the last dimension.  A code times its scale fits bfloat16 exactly, so storing
+(code, scale) and decoding later loses nothing.  A group that holds a NaN or an infinity gets a NaN scale
+(E8M0 byte 255, E4M3 byte 0x7F) and decodes to NaN as a whole: a non-finite value is never hidden by
+saturation.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def round_e4m3(v: Tensor) -> Tensor:
 
 
 def encode_e2m1(v: Tensor) -> Tensor:
-    """uint8 codes 0..15 of the nearest E2M1 value (ties to the even code), saturating at +-6; the sign is kept."""
+    """uint8 codes 0..15 of the nearest E2M1 value, ties to the even code, saturating at +-6, sign kept."""
     m = v.abs()
     above = (m > 0.25, m >= 0.75, m > 1.25, m >= 1.75, m > 2.5, m >= 3.5, m > 5.0)
     magnitude = sum(a.to(torch.uint8) for a in above)

@@ -2,13 +2,15 @@
 
     f_i = theta^(-2i/rd),  i < rd/2
     (x[2i], x[2i+1]) -> (re * cos - im * sin, re * sin + im * cos),  angle = position * f_i
-    YaRN: f_i' = f_i / factor * ramp_i + f_i * (1 - ramp_i), ramp_i = clamp((i - low) / max(high - low, 1e-3), 0, 1)
+    YaRN: f_i' = f_i / factor * ramp_i + f_i * (1 - ramp_i)
+          ramp_i = clamp((i - low) / max(high - low, 1e-3), 0, 1)
           corr(beta) = rd * ln(original / (2 pi beta)) / (2 ln theta)
           low = max(floor(corr(beta_fast)), 0), high = min(ceil(corr(beta_slow)), rd - 1)
 
-YaRN changes frequencies only: there is no magnitude factor.  Layers with compressed rows use `compress_rope_theta`
-and YaRN for everything in the layer; window-only and draft layers use `rope_theta` without it.  The inverse
-rotation of attention's output undoes the rotation of the values, so that a result depends on relative positions.
+YaRN changes frequencies only: there is no magnitude factor.  Layers with compressed rows use
+`compress_rope_theta` and YaRN for everything in the layer; window-only and draft layers use `rope_theta`
+without it.  The inverse rotation of attention's output undoes the rotation of the values, so that a result
+depends on relative positions.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def layer_frequencies(config: V41Config, role: LayerRole) -> Tensor:
 def rotate(
     x: Tensor, positions: Tensor, frequencies: Tensor, precision: Precision, *, inverse: bool = False
 ) -> Tensor:
-    """Rotate the last 2 * len(frequencies) channels of x [T, ..., C] at positions [T]; result rounded to bf16."""
+    """Rotate the last 2 * len(frequencies) channels of x [T, ..., C] at positions [T]; rounded to bf16."""
     dtype = precision.dtype
     angle = positions.to(dtype).unsqueeze(-1) * frequencies.to(dtype)  # [T, rd/2]
     angle = angle.view(angle.shape[0], *(1,) * (x.dim() - 2), -1)

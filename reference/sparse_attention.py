@@ -3,10 +3,10 @@
     s_n = (q . kv_n) * C^-0.5, -inf for an absent row
     o   = sum_n exp(s_n - m) kv_n / (sum_n exp(s_n - m) + exp(sink - m))
 
-A row is key and value of every head.  The release computes this as an online softmax over blocks of 64 list entries:
-the running maximum m starts at -1e30 (so that an empty list gives 0), the denominator sums the fp32 p, the product
-with the values uses bf16(p) where p is relative to the running maximum of its block.  The sink is a logit that is not
-scaled, takes no part in the maximum and has no value row.
+A row is key and value of every head.  The release computes this as an online softmax over blocks of 64 list
+entries: the running maximum m starts at -1e30 (so that an empty list gives 0), the denominator sums the fp32
+p, the product with the values uses bf16(p) where p is relative to the running maximum of its block.  The sink
+is a logit that is not scaled, takes no part in the maximum and has no value row.
 """
 
 from __future__ import annotations

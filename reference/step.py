@@ -1,7 +1,7 @@
 """One forward of one run of tokens: what the layers share lives here, and dies with the step.
 
-Published latent rows and index keys are named by their owner, so a consumer reads the owner's history and sees rows
-written in this very step.  Selection and candidate rows are values for this run's queries only.
+Published latent rows and index keys are named by their owner, so a consumer reads the owner's history and
+sees rows written in this very step.  Selection and candidate rows are values for this run's queries only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from reference.taps import Taps
 class Step:
     """positions int64 [T]; image bool [T]; engram_rows: layer -> table rows [T, columns].
 
-    key_owner: the layer whose index keys were published last; selection int64 [T, topk] and candidates bool [T, S] of
-    the latest source.  forced: decisions to take instead of the computed ones, by tap name.
+    key_owner: the layer whose index keys were published last; selection int64 [T, topk] and candidates bool
+    [T, S] of the latest source.  forced: decisions to take instead of the computed ones, by tap name.
     """
 
     history: SequenceHistory

@@ -1,7 +1,7 @@
 """Taps: any inner tensor of a step by its name, at no cost when nobody asks.
 
-Names are those of the golden files, `L{layer}.{tensor}` or a plain name of the model; `*` and `?` match as in a file
-name, so that "L5.*" is all of layer 5.
+Names are those of the golden files, `L{layer}.{tensor}` or a plain name of the model; `*` and `?` match as in
+a file name, so that "L5.*" is all of layer 5.
 """
 
 from __future__ import annotations
