@@ -1,18 +1,18 @@
 """What an inference engine asks of one transformer layer: the abstract base class of the serving contract.
 
-Letters: T rows of tokens, N streams, D hidden, S context. A state is one sequence's state for this layer; a shared
-value is what the layers of one forward publish to each other (latent rows, index keys, selection, candidates, n-gram
-rows), and it dies with the forward.
+Letters: T rows of tokens, N streams, D hidden, S context. A state is one sequence's state for this layer; a
+shared value is what the layers of one forward publish to each other (latent rows, index keys, selection,
+candidates, n-gram rows), and it dies with the forward.
 
-A subclass supplies the state (`state_kinds`, `alloc_state`, `release_state`, `length`, `capacity`, `set_length`,
-`snapshot_aux`, `restore_aux`) and one general forward over runs of tokens (`forward`). Every named entry point is a
-thin form of that forward, and every capability answer follows from the table of state, so that neither can say
-something else than what the layer does.
+A subclass supplies the state (`state_kinds`, `alloc_state`, `release_state`, `length`, `capacity`,
+`set_length`, `snapshot_aux`, `restore_aux`) and one general forward over runs of tokens (`forward`). Every
+named entry point is a thin form of that forward, and every capability answer follows from the table of
+state, so that neither can say something else than what the layer does.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from reference.config import LayerRole, V41Config
-from reference.errors import CapacityError, InputError, RollbackError, StateError, UnsupportedError
+from reference.errors import CapacityError, InputError, RollbackError, StateError
 from reference.ledger import Ledger
+from reference.other_layers import OtherLayersMethods
 from reference.state_table import StateKind, max_rollback
 
 __all__ = ["Ledger", "Run", "Streams", "TransformerLayer"]
@@ -47,7 +48,7 @@ class Run:
     count: int
 
 
-class TransformerLayer(ABC):
+class TransformerLayer(OtherLayersMethods):
     """One layer of the stack, as a serving engine drives it."""
 
     config: V41Config
@@ -55,7 +56,7 @@ class TransformerLayer(ABC):
     captures_whole_steps: bool = False
     """A step of the whole stack can be recorded once and replayed: nothing in it waits for the host."""
     reaches_state_through_slots: bool = False
-    """Captured steps find a sequence's buffers through a slot table that they read, not by baked addresses."""
+    """Captured steps reach a sequence's rows through a slot table that they read, not by baked addresses."""
 
     # state
 
@@ -65,7 +66,8 @@ class TransformerLayer(ABC):
 
     @abstractmethod
     def alloc_state(self, capacity: int) -> Any:
-        """One sequence's state for this layer, sized by its capacity in tokens; contents are poison until written.
+        """One sequence's state for this layer, sized by its capacity in tokens; contents are poison until
+        written.
 
         All or nothing: a failure part-way gives back what it took. Raises CapacityError (capacity not in
         1..max_position_embeddings, or no slot left) or AllocationError.
@@ -73,10 +75,11 @@ class TransformerLayer(ABC):
 
     @abstractmethod
     def release_state(self, state: Any) -> None:
-        """Give back everything of a state, whatever was attached to it later: graphs that bake its buffers first.
+        """Give back everything of a state, whatever was attached to it later: graphs that bake its buffers
+        first.
 
-        Bytes, allocations and graphs are back at the baseline; again is a no-op; a foreign state raises StateError,
-        and so does any use after the release.
+        Bytes, allocations and graphs are back at the baseline; again is a no-op; a foreign state raises
+        StateError, and so does any use after the release.
         """
 
     @abstractmethod
@@ -89,18 +92,8 @@ class TransformerLayer(ABC):
 
     @abstractmethod
     def set_length(self, state: Any, length: int) -> None:
-        """Lower (rewind) or raise (after a replay) the number of tokens that count; moves no row. For the methods
-        below, which check it first."""
-
-    @property
-    def uses_ssm_pool(self) -> bool:
-        """Does state live in a shared recurrent pool? No."""
-        return False
-
-    @property
-    def is_ssm_layer(self) -> bool:
-        """Does prefill have two phases? No."""
-        return False
+        """Lower (rewind) or raise (after a replay) the number of tokens that count; moves no row. For the
+        methods below, which check it first."""
 
     # forward
 
@@ -108,13 +101,15 @@ class TransformerLayer(ABC):
     def forward(self, streams: Streams, runs: Sequence[Run], shared: Any) -> Streams:
         """Rows of tokens of any sequences, run after run; returns the block's output and the FFN's pre mix.
 
-        A query at position p sees compressed row j iff j < (p + 1) // r and the window positions p - W < c <= p.
-        Writes are addressed by position. A row's bits depend on that row's sequence alone: not on the split into
-        calls, the company, the order or the padding. Each state's length rises by its run's count.
+        A query at position p sees compressed row j iff j < (p + 1) // r and the window positions p - W < c
+        <= p. Writes are addressed by position. A row's bits depend on that row's sequence alone: not on the
+        split into calls, the company, the order or the padding. Each state's length rises by its run's
+        count.
         """
 
     def prefill(self, streams: Streams, state: Any, start: int, n: int, shared: Any = None) -> Streams:
-        """n tokens of one sequence from `start`: any start that the state has reached, any n (chunked prefill)."""
+        """n tokens of one sequence from `start`: any start that the state has reached, any n (chunked
+        prefill)."""
         return self._run(streams, [Run(state, start, n)], shared)
 
     def decode(self, streams: Streams, state: Any, position: int, shared: Any = None) -> Streams:
@@ -163,37 +158,6 @@ class TransformerLayer(ABC):
             )
         self.set_length(state, length)
 
-    # the two-phase prefill of recurrent layers: phase 1 is everything
-
-    def prefill_phase1(self, streams: Streams, state: Any, start: int, n: int, shared: Any = None) -> Streams:
-        """The whole prefill."""
-        return self.prefill(streams, state, start, n, shared)
-
-    def prefill_phase1_proj_batched(self, *args: Any) -> None:
-        raise self._not_recurrent("prefill_phase1_proj_batched")
-
-    def prefill_phase1_conv1d_one(self, *args: Any) -> None:
-        """Nothing: this layer has no convolution state."""
-
-    def prefill_phase1_l2_batched(self, *args: Any) -> None:
-        raise self._not_recurrent("prefill_phase1_l2_batched")
-
-    def prefill_gdn_full(self, *args: Any) -> None:
-        """Nothing: phase 2 of a recurrent layer."""
-
-    def prefill_gdn_full_batched(self, *args: Any) -> None:
-        raise self._not_recurrent("prefill_gdn_full_batched")
-
-    def prefill_gdn_full_batched_fla_varlen(self, *args: Any) -> bool:
-        """False: not taken."""
-        return False
-
-    def prefill_phase3(self, *args: Any) -> None:
-        """Nothing: phase 3 of a recurrent layer."""
-
-    def prefill_inner_batched_q12(self, *args: Any) -> None:
-        raise self._not_recurrent("prefill_inner_batched_q12")
-
     # capability answers
 
     @property
@@ -239,47 +203,18 @@ class TransformerLayer(ABC):
 
     @abstractmethod
     def snapshot_aux(self, state: Any) -> bytes:
-        """Every field that the table marks, as safetensors with format version, config digest, token count and
-        checksum."""
+        """Every field that the table marks, as safetensors with format version, config digest, token count
+        and checksum."""
 
     @abstractmethod
     def restore_aux(self, state: Any, blob: bytes) -> None:
-        """Into an empty state of any slot, capacity and ring size that has room. Raises SnapshotError, with nothing
-        changed, for a blob that is damaged, incomplete, of another configuration or too long."""
+        """Into an empty state of any slot, capacity and ring size that has room. Raises SnapshotError, with
+        nothing changed, for a blob that is damaged, incomplete, of another configuration or too long."""
 
     @property
     def fp8_calibration_frozen(self) -> bool | None:
         """None: scales are per block, there is nothing to calibrate."""
         return None
-
-    @property
-    def gdn_woa_stash_seq_floats(self) -> int | None:
-        """None: no write-on-accept stash."""
-        return None
-
-    def gdn_woa_bind(self, *args: Any) -> None:
-        """Nothing to bind."""
-
-    def gdn_fold_accepted(self, *args: Any) -> bool:
-        """False: nothing was folded."""
-        return False
-
-    # load-time weight layouts: each returns the bytes that the layout costs; decode works after any of them
-
-    def transpose_moe_for_prefill(self) -> int:
-        return 0
-
-    def transpose_moe_gate_up_for_prefill(self) -> int:
-        return 0
-
-    def set_moe_down_transpose_scratch(self, *args: Any) -> int:
-        return 0
-
-    def transpose_moe_for_prefill_unified(self) -> int:
-        return 0
-
-    def transpose_moe_for_prefill_hybrid(self) -> int:
-        return 0
 
     def as_any_mut(self) -> TransformerLayer:
         """The layer itself, for weight overlays."""
@@ -289,18 +224,18 @@ class TransformerLayer(ABC):
 
     @property
     def next_router(self) -> Any | None:
-        """The next layer's router, to predict its experts from this layer's MoE input; None on the last layer. A
-        prediction never changes a result."""
+        """The next layer's router, to predict its experts from this layer's MoE input; None on the last
+        layer. A prediction never changes a result."""
         return None
 
-    # graph replay, in this order: prestage on every layer, check_replay_room on every layer, replay (or capture and
-    # run), sync_replayed_step on every layer
+    # graph replay, in this order: prestage on every layer, check_replay_room on every layer, replay (or
+    # capture and run), sync_replayed_step on every layer
 
     def decode_prestage(self, state: Any, token_ids: Sequence[int], position: int) -> None:
         """Host work of the coming step: n-gram hash and row fetch. The n-gram history advances here, once."""
 
     def decode_prestage_rearm(self, state: Any) -> None:
-        """After a failed capture, before the same step runs eagerly: recomputes nothing, may be called again."""
+        """After a failed capture, before the step runs eagerly: recomputes nothing, may be called again."""
 
     def check_replay_room(self, state: Any, k: int) -> None:
         """Would a step of k tokens end past the capacity? Raises CapacityError before anything is written."""
@@ -310,7 +245,8 @@ class TransformerLayer(ABC):
             raise CapacityError(field="end of the step", expected=f"<= {room} tokens", actual=end, hint=hint)
 
     def sync_replayed_step(self, state: Any, position: int, k: int) -> None:
-        """After a replay of k tokens from `position`: ahead of it, rewind; behind it, StateError; then advance."""
+        """After a replay of k tokens from `position`: ahead of it, rewind; behind it, StateError; then
+        advance."""
         now = self.length(state)
         if now < position:
             raise StateError(field="length", expected=f"at least {position} tokens", actual=now)
@@ -326,7 +262,8 @@ class TransformerLayer(ABC):
         return self.forward(streams, runs, shared)
 
     def check_runs(self, streams: Streams, runs: Sequence[Run]) -> None:
-        """Raises InputError, StateError or CapacityError, before anything is written, for runs that can't be run."""
+        """Raises InputError, StateError or CapacityError, before anything is written, for runs that can't
+        be run."""
         rows = 0
         for i, run in enumerate(runs):
             if type(run.count) is not int or run.count < 1:
@@ -347,9 +284,3 @@ class TransformerLayer(ABC):
             raise InputError(
                 field="streams", expected=f"{rows} rows, at least one", actual=f"{len(streams)} rows"
             )
-
-    def _not_recurrent(self, method: str) -> UnsupportedError:
-        hint = "ask is_ssm_layer first, and call prefill"
-        return UnsupportedError(
-            field=method, expected="a recurrent layer", actual=type(self).__name__, hint=hint
-        )

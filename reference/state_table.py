@@ -1,7 +1,7 @@
 """The one declaration of per-sequence state, from the configuration.
 
-Allocation, release, ledger, poison, snapshot, rollback and the capability answers are derived from this table, and
-nothing else is mutable between steps.
+Allocation, release, ledger, poison, snapshot, rollback and the capability answers are derived from this
+table, and nothing else is mutable between steps.
 
     name       owner         addressing  rows       a row in form "packed"                   in form "release"
     window     every layer   ring        W + R      fp8 codes, e8m0 scales [C + C/32]        bf16 [C]
@@ -11,13 +11,13 @@ nothing else is mutable between steps.
     ngram      the model     ring        n - 1 + R  int32                                    int64, a history of S
     length     the model     scalar      1          int64                                    the same
 
-S = the sequence's capacity in tokens, R = spare ring rows, r = the layer's compress ratio, n = the largest n-gram,
-C = head_dim, Ci = index_head_dim. "packed" is the serving format, "release" what the release's own code keeps, which
-has r pending rows instead of r - 1, at ratio 1 too.
+S = the sequence's capacity in tokens, R = spare ring rows, r = the layer's compress ratio, n = the largest
+n-gram, C = head_dim, Ci = index_head_dim. "packed" is the serving format, "release" what the release's own
+code keeps, which has r pending rows instead of r - 1, at ratio 1 too.
 
-ring: a token's row is its position mod rows. append: row j is the group of tokens j*r .. j*r + r - 1. history: by
-position. Rewinding lowers `length`: appended rows and histories stand; a ring must still hold what the dropped
-tokens pushed out, so it can be rewound by its R spare rows and no further.
+ring: a token's row is its position mod rows. append: row j is the group of tokens j*r .. j*r + r - 1.
+history: by position. Rewinding lowers `length`: appended rows and histories stand; a ring must still hold
+what the dropped tokens pushed out, so it can be rewound by its R spare rows and no further.
 """
 
 from __future__ import annotations
