@@ -48,14 +48,13 @@ class Ledger:
         found += [f"{name} is {n}, below 0" for name, n in counts.items() if n < 0]
         held = self.free + self.live + self.shared
         if held != self.total:
-            found.append(
-                f"free {self.free} + live {self.live} + shared {self.shared} = {held}, but total is {self.total}: "
-                + (
-                    f"{self.total - held} units leaked"
-                    if held < self.total
-                    else f"{held - self.total} counted twice"
-                )
+            fault = (
+                f"{self.total - held} leaked" if held < self.total else f"{held - self.total} counted twice"
             )
+            units = (
+                f"free {self.free} + live {self.live} + shared {self.shared} = {held} units of {self.total}"
+            )
+            found.append(f"{units}: {fault}")
         if self.sequences == 0:
             if self.live or self.shared:
                 found.append(f"no sequence is live, yet {self.live + self.shared} units are held")

@@ -73,9 +73,10 @@ class OtherLayersMethods(ABC):
         """False: nothing was folded."""
         return False
 
-    # load-time weight layouts: each returns the bytes that the layout costs; decode works after any of them
+    # load-time weight layouts; decode works after any of them
 
     def transpose_moe_for_prefill(self) -> int:
+        """Bytes that a layout of the experts' weights for prefill costs: 0, there is none. So below."""
         return 0
 
     def transpose_moe_gate_up_for_prefill(self) -> int:

@@ -8,7 +8,7 @@ table, and nothing else is mutable between steps.
     pending    kv src r > 1  ring        r - 1 + R  fp32 [2, C]: kv and score                the same
     latent     kv source     append      S // r     fp4 codes, e4m3 scales [C/2 + C/16]      bf16 [C]
     index_key  kv source     append      S // r     fp4 codes, e8m0 scales [Ci/2 + Ci/32]    bf16 [Ci]
-    ngram      the model     ring        n - 1 + R  int32                                    int64, a history of S
+    ngram      the model     ring        n - 1 + R  int32                                    int64, all S tokens
     length     the model     scalar      1          int64                                    the same
 
 S = the sequence's capacity in tokens, R = spare ring rows, r = the layer's compress ratio, n = the largest
