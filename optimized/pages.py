@@ -2,7 +2,7 @@
 
 A page is `page_tokens` tokens of context; its id addresses the rows of every append kind of every layer at once.
 
-    take(n)      n ids with one reference each, or AllocationError and nothing taken
+    take(n)      n ids with one reference each, or CapacityError / AllocationError and nothing taken
     share(ids)   one more reference each (a branch reads its parent's finished pages)
     release(ids) one reference less each; a page without references is free again
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from optimized import seams
-from reference.errors import AllocationError, StateError
+from reference.errors import AllocationError, CapacityError, StateError
 
 
 class AllocationFaults:
@@ -74,9 +74,9 @@ class IdAllocator:
         return list(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` ids, or AllocationError with nothing taken."""
+        """`count` ids, or an error with nothing taken."""
         if count > len(self._free):
-            raise AllocationError(
+            raise CapacityError(
                 field=f"{self.what}s", expected=f"{count} free", actual=f"{len(self._free)} free of {self.total}",
                 hint="close a sequence, ask for a smaller capacity, or build the engine with a larger pool",
             )
