@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import typer
 
+from reports.report_cli import report
 from reports.roofline_cli import roofline
 
 app = typer.Typer(no_args_is_help=True, help="Floors, benchmarks, the dashboard and the gate.")
-app.command("roofline")(roofline)
-COMMANDS = {"roofline": roofline}
+COMMANDS = {"roofline": roofline, "report": report}
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 
 if __name__ == "__main__":
     app()
