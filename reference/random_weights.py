@@ -67,10 +67,10 @@ RECIPES = {
     "router_bias_vl": Recipe(std=0.5),
     "shared_w1": Recipe(1.25),
     "shared_w3": Recipe(1.25),
-    "shared_w2": Recipe(0.8),
+    "shared_w2": Recipe(0.6),
     "expert_w1": Recipe(1.0, hot=True),
     "expert_w3": Recipe(1.0, hot=True),
-    "expert_w2": Recipe(0.5),
+    "expert_w2": Recipe(0.35),
     "main_proj": Recipe(1.0),
 }
 
