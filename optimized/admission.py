@@ -33,7 +33,9 @@ class Admitted:
 def admit(pool: StatePool, config: V41Config, runs: Sequence[Any], max_rows: int) -> list[Admitted]:
     """Raises InputError, StateError or CapacityError; changes nothing."""
     if isinstance(runs, (str, bytes)) or not isinstance(runs, Sequence):
-        raise InputError(field="runs", expected="a sequence of runs", actual=type(runs).__name__, hint="pass a list of Run")
+        raise InputError(
+            field="runs", expected="a sequence of runs", actual=type(runs).__name__, hint="pass a list of Run"
+        )
     if not runs:
         raise InputError(field="runs", expected="at least one run", actual=0, hint="a step needs tokens")
     admitted: list[Admitted] = []
@@ -42,16 +44,20 @@ def admit(pool: StatePool, config: V41Config, runs: Sequence[Any], max_rows: int
         tenant = pool.tenant(run.sequence)
         if any(tenant is other.tenant for other in admitted):
             raise InputError(
-                field=f"{field}.sequence", expected="each sequence once in a step", actual=run.sequence,
+                field=f"{field}.sequence",
+                expected="each sequence once in a step",
+                actual=run.sequence,
                 hint="put consecutive tokens of a sequence into one run",
-            )  # fmt: skip
+            )
         admitted.append(_checked(run, tenant, config, field))
     rows = sum(run.count for run in admitted)
     if rows > max_rows:
         raise InputError(
-            field="rows", expected=f"at most {max_rows}, the largest bucket", actual=rows,
+            field="rows",
+            expected=f"at most {max_rows}, the largest bucket",
+            actual=rows,
             hint="split the step: prefill in chunks, or build the engine with a larger bucket",
-        )  # fmt: skip
+        )
     for i, admitted_run in enumerate(admitted):
         check_room(f"runs[{i}]", admitted_run.start, admitted_run.count, admitted_run.tenant.capacity)
     return admitted
@@ -61,27 +67,37 @@ def check_room(field: str, start: int, count: int, capacity: int) -> None:
     """CapacityError if a run would end past the capacity of its sequence."""
     if not seams.has_room(start, count, capacity):
         raise CapacityError(
-            field=field, expected=f"an end of at most the sequence's capacity, {capacity}", actual=start + count,
+            field=field,
+            expected=f"an end of at most the sequence's capacity, {capacity}",
+            actual=start + count,
             hint="open the sequence with a larger capacity, or restore a snapshot into one",
-        )  # fmt: skip
+        )
 
 
 def _checked(run: Any, tenant: Tenant, config: V41Config, field: str) -> Admitted:
     token_ids = tuple(run.token_ids)
     if not token_ids:
-        raise InputError(field=f"{field}.token_ids", expected="at least one token", actual=0, hint="leave the run out")
+        raise InputError(
+            field=f"{field}.token_ids", expected="at least one token", actual=0, hint="leave the run out"
+        )
     if isinstance(run.start, bool) or not isinstance(run.start, int) or run.start != tenant.length:
         raise StateError(
-            field=f"{field}.start", expected=f"the sequence's length, {tenant.length}", actual=run.start,
+            field=f"{field}.start",
+            expected=f"the sequence's length, {tenant.length}",
+            actual=run.start,
             hint="roll back first, or step the tokens in between",
-        )  # fmt: skip
+        )
     check_tokens(token_ids, config.vocab_size, f"{field}.token_ids")
     mask = getattr(run, "image_mask", None)
     if mask is None:
         return Admitted(tenant, run.start, token_ids, tuple(t == config.image_token_id for t in token_ids))
     if len(mask) != len(token_ids):
-        raise InputError(field=f"{field}.image_mask", expected=f"{len(token_ids)} values, one a token", actual=len(mask),
-                         hint="mark every token of the run, or pass None")  # fmt: skip
+        raise InputError(
+            field=f"{field}.image_mask",
+            expected=f"{len(token_ids)} values, one a token",
+            actual=len(mask),
+            hint="mark every token of the run, or pass None",
+        )
     return Admitted(tenant, run.start, token_ids, tuple(bool(m) for m in mask))
 
 
@@ -89,6 +105,8 @@ def check_tokens(token_ids: Sequence[Any], vocab_size: int, field: str) -> None:
     for i, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise InputError(
-                field=f"{field}[{i}]", expected=f"an integer, 0 <= id < {vocab_size}", actual=token,
+                field=f"{field}[{i}]",
+                expected=f"an integer, 0 <= id < {vocab_size}",
+                actual=token,
                 hint="ids are those of the model's tokenizer",
-            )  # fmt: skip
+            )

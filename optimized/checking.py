@@ -1,11 +1,15 @@
 """Checking mode: poison wherever nothing was written, and a canary for every row of every state kind.
 
-Poison.  Free slots and pages, rows not yet written, rows dropped by a rollback, and the dump units hold NaN bytes ("nan") or a made-up
-tenant's plausible values ("tenant"): a read of them changes a result, or worse only a plausible one, and a bitwise check sees it.
+Poison.  Free slots and pages, rows not yet written, rows dropped by a rollback, and the dump units hold NaN
+bytes ("nan") or a made-up tenant's plausible values ("tenant"): a read of them changes a result, or worse
+only a plausible one, and a bitwise check sees it.
 
-Canaries.  A shadow keeps the bytes that every row should hold and its tag (slot, generation, unit generation, position, writing layer).
-    before a step   every row that its runs can read must carry the tag of its position and the bytes that were written then
-    after a step    exactly the rows of the runs' own tokens may have changed; each must have (n-gram ids: hold the token's id)
+Canaries.  A shadow keeps the bytes that every row should hold and its tag (slot, generation, unit
+generation, position, writing layer).
+    before a step   every row that its runs can read must carry the tag of its position and the bytes that
+                    were written then
+    after a step    exactly the rows of the runs' own tokens may have changed; each must have (n-gram ids:
+                    hold the token's id)
     verify()        the same question about every row there is, and page tables and free units
 
 The shadow is a copy of all state: for toy sizes, tests and hunts, not for service.
@@ -30,7 +34,8 @@ SLOT, GENERATION, UNIT_GENERATION, POSITION, LAYER = range(5)
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of a step: `count` tokens of a sequence from `start`; compressed ids as the n-gram ring must hold them."""
+    """One run of a step: `count` tokens of a sequence from `start`; compressed ids as the n-gram ring must
+    hold them."""
 
     tenant: Tenant
     start: int
@@ -63,8 +68,12 @@ class Poison:
 
     def __init__(self, mode: str, compressed_vocab: int) -> None:
         if mode not in ("nan", "tenant"):
-            raise ConfigError(field="checking", expected='False, True, "nan" or "tenant"', actual=mode,
-                              hint="nan: NaN bytes; tenant: plausible values of a sequence that doesn't exist")  # fmt: skip
+            raise ConfigError(
+                field="checking",
+                expected='False, True, "nan" or "tenant"',
+                actual=mode,
+                hint="nan: NaN bytes; tenant: plausible values of a sequence that doesn't exist",
+            )
         self.mode, self.compressed_vocab = mode, max(1, compressed_vocab)
         self.generator = torch.Generator().manual_seed(0)
 
@@ -74,7 +83,11 @@ class Poison:
         if self.mode == "nan":
             if store.kind == "ngram":
                 return torch.full(tuple(shape), NGRAM_POISON, dtype=dtype)
-            return torch.full((*shape, dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
+            return (
+                torch.full((*shape, dtype.itemsize), 0xFF, dtype=torch.uint8)
+                .view(dtype)
+                .reshape(tuple(shape))
+            )
         if store.kind == "ngram":
             return torch.randint(0, self.compressed_vocab, tuple(shape), generator=g).to(dtype)
         if store.kind == "pending":
@@ -82,7 +95,9 @@ class Poison:
         rows = torch.randint(0, 256, tuple(shape), generator=g)
         width = shape[-1]
         # codes per scale byte: 32 fp8 = 32 bytes, 16 fp4 = 8 bytes, 32 fp4 = 16 bytes
-        block, low, high = {"window": (32, 118, 124), "latent": (8, 0x30, 0x48), "index_key": (16, 120, 126)}[store.kind]
+        block, low, high = {"window": (32, 118, 124), "latent": (8, 0x30, 0x48), "index_key": (16, 120, 126)}[
+            store.kind
+        ]
         codes = width * block // (block + 1)
         if store.kind == "window":
             rows[..., :codes] = torch.where(rows[..., :codes] % 128 == 127, 3, rows[..., :codes])
@@ -118,7 +133,9 @@ class Checker:
     def branched(self, parent: Tenant, child: Tenant) -> None:
         """The child's copies carry the child's tags; shared pages keep the tags of their writer."""
         for store in self.pool.stores:
-            pairs = [(parent.slot, child.slot)] if store.is_ring else zip(parent.pages, child.pages, strict=True)
+            pairs = (
+                [(parent.slot, child.slot)] if store.is_ring else zip(parent.pages, child.pages, strict=True)
+            )
             for old, new in pairs:
                 if old == new:
                     continue
@@ -126,7 +143,9 @@ class Checker:
                 self.tags[store.name][new] = self.tags[store.name][old]
                 self.tags[store.name][new, written, :3] = torch.tensor(self._owner(child, store, new))
                 self.shadow[store.name][new] = self.shadow[store.name][old]
-                if not store.is_ring and not bool(written.any()):  # nothing was copied into a page beyond the length
+                if not store.is_ring and not bool(
+                    written.any()
+                ):  # nothing was copied into a page beyond the length
                     self.shadow[store.name][new] = store.tensor[new]
 
     def restored(self, tenant: Tenant) -> None:
@@ -145,7 +164,9 @@ class Checker:
     def before_step(self, plan: Sequence[Planned]) -> None:
         for run in plan:
             for store in self.pool.stores:
-                self._raise_if(self._mismatches(run.tenant, store, self.pool.used_rows(run.tenant, store)), "read")
+                self._raise_if(
+                    self._mismatches(run.tenant, store, self.pool.used_rows(run.tenant, store)), "read"
+                )
         for store in self.pool.stores:
             dump = self.pool.dump_slot if store.is_ring else self.pool.dump_page
             store.tensor[dump] = self.poison.rows(store, store.tensor.shape[1:]).to(store.tensor.device)
@@ -185,7 +206,8 @@ class Checker:
     # questions
 
     def verify(self) -> list[Violation]:
-        """Every row of every store: bytes as written, tags as the live sequences need them, the rest nobody's."""
+        """Every row of every store: bytes as written, tags as the live sequences need them, the rest
+        nobody's."""
         found = []
         for store in self.pool.stores:
             found += self._where(store, self._changed(store), "bytes changed outside a step")
@@ -202,14 +224,23 @@ class Checker:
             row = table[tenant.slot].tolist()
             wanted = tenant.pages + [self.pool.dump_page] * (self.pool.max_pages - len(tenant.pages))
             if row != wanted:
-                found.append(Violation("page_table", tenant.slot, 0, (tenant.slot, tenant.handle.generation), -1,
-                                       f"expected pages {wanted}, holds {row}"))  # fmt: skip
+                found.append(
+                    Violation(
+                        "page_table",
+                        tenant.slot,
+                        0,
+                        (tenant.slot, tenant.handle.generation),
+                        -1,
+                        f"expected pages {wanted}, holds {row}",
+                    )
+                )
         return found
 
     # helpers
 
     def _rows_of(self, store: Store, start: int, end: int) -> range:
-        """Rows of a store that tokens [start, end) write: the last `size` of them in a ring, the groups they close in a page."""
+        """Rows of a store that tokens [start, end) write: the last `size` of them in a ring, the groups they
+        close in a page."""
         if store.is_ring:
             return range(max(start, end - store.size), end)
         return range(start // store.ratio, end // store.ratio)
@@ -233,7 +264,9 @@ class Checker:
         tags = self.tags[store.name]
         tags[unit, row, SLOT] = tenant.slot
         tags[unit, row, GENERATION] = tenant.handle.generation
-        tags[unit, row, UNIT_GENERATION] = torch.tensor([generations[u] for u in unit.tolist()], dtype=torch.int64)
+        tags[unit, row, UNIT_GENERATION] = torch.tensor(
+            [generations[u] for u in unit.tolist()], dtype=torch.int64
+        )
         tags[unit, row, POSITION] = torch.arange(rows.start, rows.stop)
         tags[unit, row, LAYER] = -1 if store.layer is None else store.layer
         self.shadow[store.name][unit, row] = store.tensor[unit, row]
@@ -251,7 +284,9 @@ class Checker:
         for store in (s for s in self.pool.stores if s.kind in kinds):
             units = slots if store.is_ring else pages
             if units:
-                poison = self.poison.rows(store, (len(units), *store.tensor.shape[1:])).to(store.tensor.device)
+                poison = self.poison.rows(store, (len(units), *store.tensor.shape[1:])).to(
+                    store.tensor.device
+                )
                 store.tensor[units] = poison
                 self.shadow[store.name][units] = poison
                 self.tags[store.name][units] = -1
@@ -265,21 +300,30 @@ class Checker:
         self.reads_checked += len(rows)
         generations = self.pool.slots.generations if store.is_ring else self.pool.pages.generations
         current = torch.tensor([generations[u] for u in unit.tolist()], dtype=torch.int64)
-        wrong = (tags[:, POSITION] != torch.arange(rows.start, rows.stop)) | (tags[:, UNIT_GENERATION] != current)
+        wrong = (tags[:, POSITION] != torch.arange(rows.start, rows.stop)) | (
+            tags[:, UNIT_GENERATION] != current
+        )
         wrong |= tags[:, LAYER] != (-1 if store.layer is None else store.layer)
         if store.is_ring:
             wrong |= (tags[:, SLOT] != tenant.slot) | (tags[:, GENERATION] != tenant.handle.generation)
         wrong |= self._changed(store)[unit, row]
         return [
-            self._violation(store, int(unit[i]), int(row[i]), f"sequence in slot {tenant.slot} needs position {rows[i]} here")
+            self._violation(
+                store,
+                int(unit[i]),
+                int(row[i]),
+                f"sequence in slot {tenant.slot} needs position {rows[i]} here",
+            )
             for i in torch.nonzero(wrong).flatten().tolist()
-        ]  # fmt: skip
+        ]
 
     def _wrong_ids(self, run: Planned, store: Store, unit: Tensor, row: Tensor) -> list[Violation]:
         held = store.tensor[unit, row].flatten().tolist()
         wanted = run.compressed_ids[run.count - len(held) :]
         return [
-            self._violation(store, int(unit[i]), int(row[i]), f"holds id {held[i]}, the token has {wanted[i]}")
+            self._violation(
+                store, int(unit[i]), int(row[i]), f"holds id {held[i]}, the token has {wanted[i]}"
+            )
             for i in range(len(held))
             if held[i] != wanted[i]
         ]
@@ -295,6 +339,8 @@ class Checker:
         if found:
             shown = "; ".join(str(v) for v in found[:4])
             raise StateError(
-                field=f"canary ({when})", expected="rows as their owner wrote them", actual=f"{len(found)} violations: {shown}",
+                field=f"canary ({when})",
+                expected="rows as their owner wrote them",
+                actual=f"{len(found)} violations: {shown}",
                 hint="a step wrote or addressed state that isn't its own; close the sequences concerned",
-            )  # fmt: skip
+            )

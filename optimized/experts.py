@@ -1,9 +1,11 @@
-"""A cache of `capacity` routed experts a layer on the device, filled ahead by a prediction and, on a miss, on demand.
+"""A cache of `capacity` routed experts a layer on the device, filled ahead by a prediction and, on a miss,
+on demand.
 
-`next_router`: while layer i computes its experts, layer i+1's router is run on layer i's MoE input; the experts that it names are
-loaded before layer i+1 asks.  The guess decides what is near, never what is computed: `passes` makes every expert that the real
-router chose present, in as many passes as the capacity needs, and the caller's expert ops leave rows of absent experts untouched.
-A row's result therefore doesn't depend on what was resident: same bits as with all experts on the device.
+`next_router`: while layer i computes its experts, layer i+1's router is run on layer i's MoE input; the
+experts that it names are loaded before layer i+1 asks.  The guess decides what is near, never what is
+computed: `passes` makes every expert that the real router chose present, in as many passes as the capacity
+needs, and the caller's expert ops leave rows of absent experts untouched. A row's result therefore doesn't
+depend on what was resident: same bits as with all experts on the device.
 
 Reading the routing on the host is what this costs: with a cache a step can't be captured as a graph.
 """
@@ -26,8 +28,9 @@ from reference.weights import Weights
 
 @dataclass
 class ExpertCounters:
-    """hits, misses: experts that a layer needed and found / did not find near.  prefetched: loads caused by a prediction.
-    predicted_right of predicted_needed: needed experts that the prediction had named, where there was one."""
+    """hits, misses: experts that a layer needed and found / did not find near.  prefetched: loads caused by
+    a prediction. predicted_right of predicted_needed: needed experts that the prediction had named, where
+    there was one."""
 
     hits: int = 0
     misses: int = 0
@@ -59,11 +62,21 @@ class ExpertCache:
     """Banks of `capacity` experts for each of the layers, least recently used out first."""
 
     def __init__(
-        self, weights: Weights, roles: Iterable[LayerRole], *, capacity: int, device: torch.device, dense: bool
+        self,
+        weights: Weights,
+        roles: Iterable[LayerRole],
+        *,
+        capacity: int,
+        device: torch.device,
+        dense: bool,
     ) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ConfigError(field="experts_resident", expected="None (all) or at least 1 expert a layer", actual=capacity,
-                              hint="experts in the cache of each layer; top-k or more avoids loading within a step")  # fmt: skip
+            raise ConfigError(
+                field="experts_resident",
+                expected="None (all) or at least 1 expert a layer",
+                actual=capacity,
+                hint="experts in the cache of each layer; top-k or more avoids loading within a step",
+            )
         self.weights, self.capacity, self.device, self.dense = weights, capacity, device, dense
         self.counters = ExpertCounters()
         self._host: dict[tuple[int, int], tuple[Weight, Weight]] = {}
@@ -95,7 +108,8 @@ class ExpertCache:
         return layer in self._layers
 
     def passes(self, layer: int, moe_idx: Tensor, n_rows: int) -> Iterator[None]:
-        """moe_idx [T, K].  Yields once for each set of experts brought near; the caller runs its expert ops each time."""
+        """moe_idx [T, K].  Yields once for each set of experts brought near; the caller runs its expert ops
+        each time."""
         cache = self._layers[layer]
         needed = _experts(moe_idx, n_rows)
         here = [e for e in needed if e in cache.resident]
@@ -115,7 +129,8 @@ class ExpertCache:
             yield
 
     def predict(self, layer: int, predicted: Tensor, n_rows: int) -> None:
-        """predicted [T, K]: bring these experts of a coming layer near, most wanted first, as far as the cache holds them."""
+        """predicted [T, K]: bring these experts of a coming layer near, most wanted first, as far as the
+        cache holds them."""
         cache = self._layers[layer]
         named = _experts(predicted, n_rows)
         cache.predicted = frozenset(named)
@@ -144,7 +159,9 @@ class ExpertCache:
     def _fetch(self, role: LayerRole, e: int) -> tuple[Weight, Weight]:
         key = (role.index, e)
         if key not in self._host:
-            self._host[key] = expert(self.weights, role, f"experts.{e}", torch.device("cpu"), dense=self.dense)
+            self._host[key] = expert(
+                self.weights, role, f"experts.{e}", torch.device("cpu"), dense=self.dense
+            )
         return self._host[key]
 
 

@@ -1,8 +1,8 @@
 """What the state pool has given out, and whether that adds up.
 
-Conservation: free + live + shared = total, for slots and for pages, where live has one holder and shared has more; every
-id's references equal the number of open sequences that hold it.  An id with more references than holders is leaked, one with
-fewer will be handed out twice.
+Conservation: free + live + shared = total, for slots and for pages, where live has one holder and shared has
+more; every id's references equal the number of open sequences that hold it.  An id with more references than
+holders is leaked, one with fewer will be handed out twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Conservation:
 
 
 def take_ledger(pool: StatePool, graphs: int) -> Ledger:
-    """Bytes and allocations count units that somebody holds, shared ones once; they are 0 when no sequence is open."""
+    """Bytes and allocations count units that somebody holds, shared ones once; they are 0 when no sequence
+    is open."""
     bytes_by_kind: Counter[str] = Counter()
     allocations: Counter[str] = Counter()
     for store in pool.stores:
@@ -51,7 +52,8 @@ def take_ledger(pool: StatePool, graphs: int) -> Ledger:
 
 
 def conservation(pool: StatePool) -> Conservation:
-    """Count every slot and page from both sides: the allocator's references and the open sequences' holdings."""
+    """Count every slot and page from both sides: the allocator's references and the open sequences'
+    holdings."""
     slot_holders = Counter(t.slot for t in pool.tenants.values())
     page_holders = Counter(p for t in pool.tenants.values() for p in t.pages)
     problems: list[str] = []

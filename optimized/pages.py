@@ -1,14 +1,17 @@
 """Reference-counted pages of append-only state, and the counter that lets any single allocation fail.
 
-A page is `page_tokens` tokens of context; its id addresses the rows of every append kind of every layer at once.
+A page is `page_tokens` tokens of context; its id addresses the rows of every append kind of every layer at
+once.
 
     take(n)      n ids with one reference each, or CapacityError / AllocationError and nothing taken
     share(ids)   one more reference each (a branch reads its parent's finished pages)
     release(ids) one reference less each; a page without references is free again
 
-Free ids are handed out last-in-first-out: a released page is reused at once, which is what shows a stale reader.
-Every id carries a generation, raised each time it is taken, so that a row's canary can name the tenancy it belongs to.
+Free ids are handed out last-in-first-out: a released page is reused at once, which is what shows a stale
+reader. Every id carries a generation, raised each time it is taken, so that a row's canary can name the
+tenancy it belongs to.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +21,8 @@ from reference.errors import AllocationError, CapacityError, StateError
 
 
 class AllocationFaults:
-    """Counts allocations by name; the one numbered `fail_at` (from 1) raises AllocationError instead of succeeding.
+    """Counts allocations by name; the one numbered `fail_at` (from 1) raises AllocationError instead of
+    succeeding.
 
     hook: called with "alloc.<what>" before each, may raise.
     """
@@ -38,7 +42,9 @@ class AllocationFaults:
             self.hook(f"alloc.{what}")
         if self.count == self.fail_at:
             raise AllocationError(
-                field=what, expected="memory for one more allocation", actual=f"allocation {self.count} failed",
+                field=what,
+                expected="memory for one more allocation",
+                actual=f"allocation {self.count} failed",
                 hint="close a sequence and try again; nothing was taken",
             )
 
@@ -46,11 +52,17 @@ class AllocationFaults:
 class IdAllocator:
     """Ids 0..total-1 with reference counts and generations (pages, and slots, which are never shared)."""
 
-    def __init__(self, total: int, what: str, faults: AllocationFaults, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, total: int, what: str, faults: AllocationFaults, order: Sequence[int] | None = None
+    ) -> None:
         ids = list(range(total)) if order is None else [int(i) for i in order]
         if sorted(ids) != list(range(total)):
-            raise StateError(field=f"{what}_order", expected=f"a permutation of 0..{total - 1}", actual=ids,
-                             hint="pass every id exactly once")
+            raise StateError(
+                field=f"{what}_order",
+                expected=f"a permutation of 0..{total - 1}",
+                actual=ids,
+                hint="pass every id exactly once",
+            )
         self.total, self.what, self.faults = total, what, faults
         self.references = [0] * total
         self.generations = [0] * total
@@ -77,7 +89,9 @@ class IdAllocator:
         """`count` ids, or an error with nothing taken."""
         if count > len(self._free):
             raise CapacityError(
-                field=f"{self.what}s", expected=f"{count} free", actual=f"{len(self._free)} free of {self.total}",
+                field=f"{self.what}s",
+                expected=f"{count} free",
+                actual=f"{len(self._free)} free of {self.total}",
                 hint="close a sequence, ask for a smaller capacity, or build the engine with a larger pool",
             )
         taken: list[int] = []
@@ -115,5 +129,9 @@ class IdAllocator:
         for i in ids:
             if not 0 <= i < self.total or self.references[i] < ids.count(i):
                 held = self.references[i] if 0 <= i < self.total else "no such id"
-                raise StateError(field=f"{self.what} {i}", expected="an id with a reference to drop or share",
-                                 actual=held, hint="this id was released before: a double release is a defect of the caller")
+                raise StateError(
+                    field=f"{self.what} {i}",
+                    expected="an id with a reference to drop or share",
+                    actual=held,
+                    hint="this id was released before: a double release is a defect of the caller",
+                )

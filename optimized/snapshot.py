@@ -1,12 +1,14 @@
-"""A sequence's state as safetensors bytes, addressed by position, and back into any slot, capacity and ring size.
+"""A sequence's state as safetensors bytes, addressed by position, and back into any slot, capacity and ring
+size.
 
 One tensor for each store of the state table that is marked `snapshot`; rows are those of
 
     window    [max(0, floor - W), n)        pending  the same reach in the open groups      ngram  likewise
     latent, index_key   [0, n // r)
 
-so a restored sequence can be rewound as far as the original.  Metadata: format version, config digest, token count, floor, the first
-position of every ring tensor, and the seal of `reference/blob.py`.  Reading checks everything before anything is taken or written.
+so a restored sequence can be rewound as far as the original.  Metadata: format version, config digest, token
+count, floor, the first position of every ring tensor, and the seal of `reference/blob.py`.  Reading checks
+everything before anything is taken or written.
 """
 
 from __future__ import annotations
@@ -86,13 +88,21 @@ def read_snapshot(pool: StatePool, blob: bytes, capacity: int) -> Content:
     """Check a blob against this pool and a capacity.  Raises SnapshotError; changes nothing."""
     tensors, metadata = unseal(blob)
     if metadata.get("format") != FORMAT:
-        raise damaged("format", FORMAT, metadata.get("format"), "the blob was written by another version of the format")
+        raise damaged(
+            "format", FORMAT, metadata.get("format"), "the blob was written by another version of the format"
+        )
     if metadata.get("config") != pool.config.digest():
-        raise damaged("config", f"digest {pool.config.digest()}", metadata.get("config"),
-                       "the blob belongs to another model: restore it into an engine of its own configuration")  # fmt: skip
+        raise damaged(
+            "config",
+            f"digest {pool.config.digest()}",
+            metadata.get("config"),
+            "the blob belongs to another model: restore it into an engine of its own configuration",
+        )
     length, floor = _whole(metadata, "length"), _whole(metadata, "floor")
     if length > capacity:
-        raise damaged("length", f"at most the capacity asked for, {capacity}", length, "restore with a larger capacity")
+        raise damaged(
+            "length", f"at most the capacity asked for, {capacity}", length, "restore with a larger capacity"
+        )
     if floor > length:
         raise damaged("floor", f"at most the length, {length}", floor)
     try:
@@ -113,9 +123,10 @@ def read_snapshot(pool: StatePool, blob: bytes, capacity: int) -> Content:
         lowest = kept_rows(pool, store, length, floor).start
         if not 0 <= first <= lowest or tuple(rows.shape) != wanted or rows.dtype != store.tensor.dtype:
             raise damaged(
-                store.name, f"{store.tensor.dtype} {list(wanted)} from position {lowest} or earlier",
+                store.name,
+                f"{store.tensor.dtype} {list(wanted)} from position {lowest} or earlier",
                 f"{rows.dtype} {list(rows.shape)} from position {first}",
-            )  # fmt: skip
+            )
         out[store.name] = (first, rows)
     return Content(length, floor, _whole(metadata, "spare"), out)
 

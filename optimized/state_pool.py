@@ -1,16 +1,19 @@
 """Device buffers of all sequences' state: slots of rings, pages of append-only rows, and who holds which.
 
-    window[l], pending[l], ngram   [n_slots+1, size, ...]   row of position p = p mod size; slot n_slots is the dump slot
-    latent[l], index_key[l]        [n_pages+1, page_tokens/r, ...]   row j: page j*r // page_tokens, offset j mod (page_tokens/r)
-    page_table                     [n_slots+1, max_pages] int32, columns that a sequence doesn't own hold the dump page
+    window[l], pending[l], ngram   [n_slots+1, size, ...]   row of position p = p mod size; slot n_slots is
+                                   the dump slot
+    latent[l], index_key[l]        [n_pages+1, page_tokens/r, ...]   row j: page j*r // page_tokens, offset j
+                                   mod (page_tokens/r)
+    page_table                     [n_slots+1, max_pages] int32, columns that a sequence doesn't own hold the
+                                   dump page
 
-Buffers are allocated once, from the state table; a sequence is a slot and a list of page ids.  Graphs reach state through slots
-and the page table only, so none goes stale with a sequence.  Contents start as poison (NaN bytes): nothing is ever right by
-having been zero.
+Buffers are allocated once, from the state table; a sequence is a slot and a list of page ids.  Graphs reach
+state through slots and the page table only, so none goes stale with a sequence.  Contents start as poison
+(NaN bytes): nothing is ever right by having been zero.
 
-Rewind.  A ring holds the last W + spare positions, so lowering the length by up to `spare` finds its window again.  `floor` is the
-lowest legal length: after a step to n, floor = max(floor, n - spare).  Rows of positions below floor are final: a branch shares
-the pages that lie wholly below it and copies the rest.
+Rewind.  A ring holds the last W + spare positions, so lowering the length by up to `spare` finds its window
+again.  `floor` is the lowest legal length: after a step to n, floor = max(floor, n - spare).  Rows of
+positions below floor are final: a branch shares the pages that lie wholly below it and copies the rest.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Store:
-    """One buffer of the table. tensor: [n_slots+1 or n_pages+1, size, *row]; a row covers `ratio` tokens (1 for rings)."""
+    """One buffer of the table. tensor: [n_slots+1 or n_pages+1, size, *row]; a row covers `ratio` tokens (1
+    for rings)."""
 
     kind: str
     layer: int | None
@@ -89,7 +93,8 @@ class Store:
 class StatePool:
     """`max_sequences` slots and `n_pages` pages of `page_tokens` tokens.
 
-    max_capacity: tokens that one sequence may ask for (columns of the page table).  slot_order, page_order: the order in which
+    max_capacity: tokens that one sequence may ask for (columns of the page table).  slot_order, page_order:
+                                                                                     the order in which
     free ids are handed out, a permutation (no result may depend on it).
     """
 
@@ -110,14 +115,24 @@ class StatePool:
         for name, value, ok, expected in (
             ("max_sequences", max_sequences, max_sequences > 0, "at least 1"),
             ("n_pages", n_pages, n_pages > 0, "at least 1"),
-            ("page_tokens", page_tokens, page_tokens > 0 and all(page_tokens % r == 0 for r in ratios),
-             f"a positive multiple of every compress ratio {sorted(ratios)}"),
+            (
+                "page_tokens",
+                page_tokens,
+                page_tokens > 0 and all(page_tokens % r == 0 for r in ratios),
+                f"a positive multiple of every compress ratio {sorted(ratios)}",
+            ),
             ("ring_spare", ring_spare, ring_spare >= 0, "0 or more"),
-            ("max_capacity", max_capacity, 0 < max_capacity <= config.max_position_embeddings,
-             f"1..max_position_embeddings = {config.max_position_embeddings}"),
-        ):  # fmt: skip
+            (
+                "max_capacity",
+                max_capacity,
+                0 < max_capacity <= config.max_position_embeddings,
+                f"1..max_position_embeddings = {config.max_position_embeddings}",
+            ),
+        ):
             if not ok:
-                raise ConfigError(field=name, expected=expected, actual=value, hint="change this engine option")
+                raise ConfigError(
+                    field=name, expected=expected, actual=value, hint="change this engine option"
+                )
         self.config, self.device = config, torch.device(device)
         self.n_slots, self.n_pages = max_sequences, n_pages
         self.page_tokens, self.ring_spare, self.max_capacity = page_tokens, ring_spare, max_capacity
@@ -167,29 +182,40 @@ class StatePool:
     # life cycle
 
     def tenant(self, handle: object) -> Tenant:
-        """The live sequence of a handle, or StateError: never opened here, released, or of a slot that was handed on."""
+        """The live sequence of a handle, or StateError: never opened here, released, or of a slot that was
+        handed on."""
         known = self.tenants.get(handle) if isinstance(handle, Handle) else None
-        if known is not None and seams.check_generation(known.handle.generation, self.slots.generations[known.slot]):
+        if known is not None and seams.check_generation(
+            known.handle.generation, self.slots.generations[known.slot]
+        ):
             return known
         if not isinstance(handle, Handle) or handle.pool != self._id:
             actual = f"{handle!r}, which this engine never gave out"
         else:
             actual = f"slot {handle.slot} of generation {handle.generation}, released"
         raise StateError(
-            field="sequence", expected="a handle of an open sequence", actual=actual,
+            field="sequence",
+            expected="a handle of an open sequence",
+            actual=actual,
             hint="open(), restore() or branch() gives a handle; it ends with close()",
-        )  # fmt: skip
+        )
 
     def is_released(self, handle: object) -> bool:
         """Was this a handle of this pool whose sequence is gone?"""
         return isinstance(handle, Handle) and handle.pool == self._id and handle not in self.tenants
 
     def check_capacity(self, capacity: int) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or not 0 < capacity <= self.max_capacity:
+        if (
+            isinstance(capacity, bool)
+            or not isinstance(capacity, int)
+            or not 0 < capacity <= self.max_capacity
+        ):
             raise CapacityError(
-                field="capacity", expected=f"1..{self.max_capacity} tokens", actual=capacity,
+                field="capacity",
+                expected=f"1..{self.max_capacity} tokens",
+                actual=capacity,
                 hint="ask for fewer tokens, or build the engine with a larger max_tokens (up to the model's maximum)",
-            )  # fmt: skip
+            )
 
     def open(self, capacity: int) -> Tenant:
         """A slot and pages for `capacity` tokens, or CapacityError / AllocationError and nothing taken."""
@@ -197,7 +223,8 @@ class StatePool:
         return self._admit(capacity, shared=())
 
     def branch(self, parent: Tenant) -> Tenant:
-        """A second sequence with the same past: finished pages shared, everything that may still be written copied."""
+        """A second sequence with the same past: finished pages shared, everything that may still be written
+        copied."""
         n_shared = seams.shared_page_count(parent.floor, parent.length, self.page_tokens)
         child = self._admit(parent.capacity, shared=parent.pages[:n_shared])
         child.length, child.floor = parent.length, parent.floor
@@ -253,7 +280,8 @@ class StatePool:
     # rows by position
 
     def address(self, tenant: Tenant, store: Store, rows: range) -> tuple[Tensor, Tensor]:
-        """(slot or page, row) of positions (rings) or of compressed rows (append kinds) of a sequence, int64 each."""
+        """(slot or page, row) of positions (rings) or of compressed rows (append kinds) of a sequence, int64
+        each."""
         index = torch.arange(rows.start, rows.stop)
         if store.is_ring:
             return torch.full_like(index, tenant.slot), seams.ring_row(index, store.size)

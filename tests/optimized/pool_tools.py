@@ -28,7 +28,9 @@ def content(store_name: str, row: int, seed: int, like: torch.Tensor) -> torch.T
     return torch.randint(0, 120, like.shape, generator=g, dtype=torch.uint8)
 
 
-def write_tokens(pool: StatePool, tenant: Tenant, count: int, seed: int = 0, checker: Checker | None = None) -> None:
+def write_tokens(
+    pool: StatePool, tenant: Tenant, count: int, seed: int = 0, checker: Checker | None = None
+) -> None:
     """What a step of `count` tokens does to the state, lengths and floor included."""
     start, end = tenant.length, tenant.length + count
     plan = [Planned(tenant, start, count, tuple(p % 100 for p in range(start, end)))]
@@ -58,6 +60,10 @@ def holds(pool: StatePool, tenant: Tenant, seed: int = 0) -> bool:
 def books(pool: StatePool) -> tuple[object, ...]:
     """Everything that must be back at the baseline when the last sequence has gone."""
     return (
-        pool.slots.free, pool.pages.free, tuple(pool.slots.references), tuple(pool.pages.references),
-        len(pool.tenants), pool.page_table.tolist(),
-    )  # fmt: skip
+        pool.slots.free,
+        pool.pages.free,
+        tuple(pool.slots.references),
+        tuple(pool.pages.references),
+        len(pool.tenants),
+        pool.page_table.tolist(),
+    )

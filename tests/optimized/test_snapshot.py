@@ -31,7 +31,10 @@ def source(length: int, **options: object) -> tuple[StatePool, bytes]:
     return pool, take_snapshot(pool, tenant)
 
 
-@pytest.mark.parametrize("target", [{}, {"ring_spare": 0}, {"ring_spare": 3}, {"ring_spare": 21}, {"page_tokens": 6, "n_pages": 40}])
+@pytest.mark.parametrize(
+    "target",
+    [{}, {"ring_spare": 0}, {"ring_spare": 3}, {"ring_spare": 21}, {"page_tokens": 6, "n_pages": 40}],
+)
 def test_every_length_restores_into_another_slot_capacity_page_and_ring_size(target: dict[str, int]) -> None:
     pool = make_pool(**target)
     for length in range(41):
@@ -89,12 +92,19 @@ def resealed(blob: bytes, **changes: str) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"format": "dsv41-state/9"}, "format"), ({"config": "f" * 64}, "config"), ({"length": "-3"}, "length"),
-        ({"length": "many"}, "length"), ({"length": "65"}, "length"), ({"floor": "18"}, "floor"), ({"spare": ""}, "spare"),
-        ({"firsts": "[]"}, "firsts"), ({"firsts": "{}"}, "L0.window"), ({"length": "16"}, "window"),
+        ({"format": "dsv41-state/9"}, "format"),
+        ({"config": "f" * 64}, "config"),
+        ({"length": "-3"}, "length"),
+        ({"length": "many"}, "length"),
+        ({"length": "65"}, "length"),
+        ({"floor": "18"}, "floor"),
+        ({"spare": ""}, "spare"),
+        ({"firsts": "[]"}, "firsts"),
+        ({"firsts": "{}"}, "L0.window"),
+        ({"length": "16"}, "window"),
         ({"firsts": json.dumps({"L0.window": 17})}, "L0.window"),
     ],
-)  # fmt: skip
+)
 def test_a_sealed_blob_that_does_not_fit_is_refused_by_name(changes: dict[str, str], field: str) -> None:
     pool, blob = source(17)
     with pytest.raises(SnapshotError, match=field):
@@ -140,5 +150,7 @@ def test_a_blob_is_bytes_of_its_own() -> None:
     write_tokens(pool, pool.open(64), 40, seed=3)
     again = restored(pool, blob, 32)
     assert holds(pool, again)
-    assert torch.equal(pool.read(again, pool.store("L0.window"), range(20, 21))[0],
-                       content("L0.window", 20, 0, pool.window[0][0, 0]))  # fmt: skip
+    assert torch.equal(
+        pool.read(again, pool.store("L0.window"), range(20, 21))[0],
+        content("L0.window", 20, 0, pool.window[0][0, 0]),
+    )

@@ -58,7 +58,8 @@ def test_a_capacity_that_no_sequence_can_have_is_refused(capacity: object) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("page_tokens", 7), ("page_tokens", 0), ("ring_spare", -1), ("n_pages", 0), ("max_capacity", 1 << 30)]
+    ("name", "value"),
+    [("page_tokens", 7), ("page_tokens", 0), ("ring_spare", -1), ("n_pages", 0), ("max_capacity", 1 << 30)],
 )
 def test_a_geometry_that_does_not_fit_is_refused(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -78,8 +79,13 @@ def test_handles_of_released_reused_and_foreign_sequences_raise() -> None:
 
 
 def test_page_size_slot_and_page_order_change_nothing_that_a_sequence_reads() -> None:
-    for options in ({}, {"page_tokens": 2, "n_pages": 150}, {"page_tokens": 6, "n_pages": 60}, {"ring_spare": 0},
-                    {"slot_order": [2, 0, 1], "page_order": list(range(20))[::-1]}):  # fmt: skip
+    for options in (
+        {},
+        {"page_tokens": 2, "n_pages": 150},
+        {"page_tokens": 6, "n_pages": 60},
+        {"ring_spare": 0},
+        {"slot_order": [2, 0, 1], "page_order": list(range(20))[::-1]},
+    ):
         pool = make_pool(**options)
         a, b = pool.open(64), pool.open(64)
         for k in (1, 5, 17, 2, 9):
@@ -104,7 +110,11 @@ def test_branches_share_finished_pages_and_diverge_at_once() -> None:
                 got = pool.read(tenant, store, range(0, tenant.length // store.ratio))
                 for row in range(got.shape[0]):
                     mine = seed if (row + 1) * store.ratio > 35 else 0
-                    assert torch.equal(got[row], content(store.name, row, mine, got[row])), (store.name, row, seed)
+                    assert torch.equal(got[row], content(store.name, row, mine, got[row])), (
+                        store.name,
+                        row,
+                        seed,
+                    )
     pool.release(parent)
     assert conservation(pool).holds and pool.pages.shared == 2
     for child in children:
