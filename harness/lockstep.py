@@ -40,6 +40,7 @@ from harness.compare import (
 from harness.decisions import Verdict, forcible, judge_all
 from harness.engine import Engine, Run
 from harness.observed import Observed
+from reference.compressor import visible_rows
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def against_reference(
 ) -> Report:
     """Compare with the reference in float64 (`exact`) and in release precision, row by row, tap by tap."""
     config = exact.config
+    observed = Observed(observed.tokens, without_padding(config, observed.taps), observed.sequence)
     names = list(taps if taps is not None else observed.taps)
     helpers = [
         f"L{role.index}.{name}"
@@ -144,6 +146,27 @@ def against_reference(
             )
     report.divergences = ordered(found, names, [role.index for role in config.layers()])
     return report
+
+
+def without_padding(config: Any, taps: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Scores and masks cut or filled up to the context of the whole sequence; a NaN where nothing is
+    visible is padding.
+    """
+    result = dict(taps)
+    for role in config.layers():
+        for name in ("index_score", "index_score_masked", "candidates"):
+            value = taps.get(f"L{role.index}.{name}")
+            if value is None or value.ndim != 2:
+                continue
+            rows = value.shape[0]
+            width = rows // role.ratio
+            fill = False if value.dtype == torch.bool else -torch.inf
+            value = torch.nn.functional.pad(value[:, :width], (0, max(0, width - value.shape[1])), value=fill)
+            if value.is_floating_point():
+                hidden = torch.arange(width) >= visible_rows(torch.arange(rows), role.ratio).unsqueeze(-1)
+                value = value.masked_fill(hidden & value.isnan(), -torch.inf)
+            result[f"L{role.index}.{name}"] = value
+    return result
 
 
 def decision_divergences(name: str, verdicts: Sequence[Verdict], observed: Observed) -> dict[int, Divergence]:

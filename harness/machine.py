@@ -1,0 +1,499 @@
+"""Random operation sequences over the engine protocol: a hypothesis rule-based machine, its oracles, its
+findings.
+
+What a perfect engine holds after any list of operations follows from the list alone (operations.Book), so
+the machine needs no second engine running beside. Oracles, cheapest first:
+
+- an operation succeeds, or raises the error that it must, and leaves every length as it should be;
+- equal tokens, equal bits: every answered row is remembered under the tokens that led to it;
+- at the end of an example each live sequence answers two more tokens, and its tokens are replayed on a
+fresh sequence
+  in one pass: every row on that path, and the digest of every kind of state, must be the same;
+- everything closed, the ledger is back where it began;
+- the reference, once a token sequence and within a share of the time: `against_reference` over the replay's
+taps.
+
+Tokens come from a few texts, so that the same prefixes come back by different schedules and the cheap
+oracles bite.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis
+import numpy as np
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from harness import operations as ops
+from harness.check import CheckContext, CheckResult, crash_finding
+from harness.compare import same_bits
+from harness.engine import Engine
+from harness.findings import Finding
+from harness.lockstep import Divergence, against_reference, wanted_taps
+from harness.observed import Observed, from_rows, observe
+from harness.operations import Interpreter, Operation, Row
+from harness.shrink import shrink
+from reference.errors import DSV41Error
+
+CHECK_NAME = "machine"
+TEXTS, TEXT_LENGTH, MOST_LIVE = 3, 48, 4
+STEPS, EXAMPLES = 30, 6  # of one example; of one batch on one engine
+REFERENCE_SHARE = 0.3  # of the time
+SHRINK_SECONDS = 30.0
+
+
+@dataclass
+class Failure(Exception):
+    """What an oracle saw. `operations`: everything since the engine was built."""
+
+    detector: str
+    message: str
+    where: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass
+class Known:
+    """What the rows of this engine must be, by tokens; and the token sequences already held against the
+    reference.
+    """
+
+    rows: dict[tuple[int, ...], Row] = field(default_factory=dict)
+    referenced: set[tuple[int, ...]] = field(default_factory=set)
+    reference_seconds: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+
+
+class Searcher:
+    """One engine under search: runs operations, asks the oracles. Raises Failure."""
+
+    def __init__(
+        self, engine: Engine, known: Known, judge: Callable[[Observed], Divergence | None] | None = None
+    ) -> None:
+        self.engine, self.known, self.judge = engine, known, judge
+        self.declines = engine.declines()
+        self.bitwise = "bitwise" not in self.declines
+        self.wanted = wanted_taps(engine.config) if "taps" not in self.declines else []
+        self.interpreter = Interpreter(engine, taps=() if self.bitwise else self.wanted)
+        self.operations: list[Operation] = []
+        self.seen = 0
+        self.before_finish: int | None = None  # where the end of an example began, while it runs
+        self.baseline = self._books()
+
+    @property
+    def book(self) -> ops.Book:
+        return self.interpreter.trace.book
+
+    def run(self, operation: Operation) -> None:
+        self.operations.append(operation)
+        if not self.interpreter.run(operation):
+            surprise = self.interpreter.trace.surprises[-1]
+            detector = getattr(surprise.error, "detector", "CRASH" if surprise.error else "AW")
+            message = f"{operation.op}: expected {surprise.expected}, got {surprise.actual}"
+            raise Failure(detector, message, {"sequence": operation.sequence})
+        for row in self.interpreter.trace.rows[self.seen :]:
+            self._same_bits(row)
+        self.seen = len(self.interpreter.trace.rows)
+
+    def _same_bits(self, row: Row) -> None:
+        """Equal tokens, equal bits; without that promise the latest row counts, and the reference judges
+        it.
+        """
+        if not self.bitwise:
+            self.known.rows[row.prefix] = row
+            return
+        first = self.known.rows.setdefault(row.prefix, row)
+        if first is row:
+            return
+        for name, expected, actual in (
+            ("hidden", first.hidden, row.hidden),
+            ("logits", first.logits, row.logits),
+        ):
+            found = same_bits(expected.unsqueeze(0), actual.unsqueeze(0))
+            if found is not None:
+                raise Failure(
+                    classify(self.operations),
+                    f"the same tokens gave another {name}: {found.kind}",
+                    {"sequence": row.sequence, "position": row.position, "tap": name, "expected": found.expected,
+                     "actual": found.actual},
+                )  # fmt: skip
+
+    def finish(self, texts: list[tuple[int, ...]]) -> None:
+        """End of an example: probe and replay every live sequence, close it, and look at the books."""
+        self.before_finish = len(self.operations)
+        for name in list(self.book.live):
+            held = self.book.live[name]
+            room = min(2, held.capacity - len(held.tokens))
+            if room:
+                at = len(held.tokens)
+                self.run(ops.step((name, texts[0][at : at + room])))
+            if held.tokens:
+                self._replay(name, held.tokens)
+                self._ask_reference(held.tokens)
+            self.run(ops.close(name))
+        for blob in list(self.book.blobs):
+            self.run(Operation("forget", target=blob))
+        self.before_finish = None
+        books = self._books()
+        if books != self.baseline:
+            changed = {k: (v, books.get(k)) for k, v in self.baseline.items() if v != books.get(k)}
+            raise Failure(
+                "LK",
+                f"everything closed, yet the ledger differs: {changed}",
+                {"expected": self.baseline, "actual": books},
+            )
+
+    def _replay(self, name: str, tokens: tuple[int, ...]) -> None:
+        """The tokens on a fresh sequence in one pass: rows, and the state that is left."""
+        if not self.bitwise:
+            return
+        sequence = f"{name}'{len(self.operations)}"
+        self.run(ops.open_(sequence, len(tokens)))
+        self.run(ops.step((sequence, tokens)))
+        if "state_digest" not in self.declines:
+            handles = self.interpreter.handles
+            ours, fresh = (self.engine.state_digest(handles[n]) for n in (name, sequence))
+            wrong = sorted(kind for kind in fresh if ours.get(kind) != fresh[kind])
+            if wrong:
+                where = {"sequence": name, "position": len(tokens) - 1, "tap": wrong[0], "expected": fresh[wrong[0]],
+                         "actual": ours.get(wrong[0])}  # fmt: skip
+                raise Failure(
+                    classify(self.operations),
+                    f"state differs from a fresh sequence's: {', '.join(wrong)}",
+                    where,
+                )
+        self.run(ops.close(sequence))
+
+    def _ask_reference(self, tokens: tuple[int, ...]) -> None:
+        """Hold one pass over the tokens against the reference; without equal bits, the rows as they were
+        answered.
+        """
+        known = self.known
+        covered = self.bitwise and any(tokens == other[: len(tokens)] for other in known.referenced)
+        if (
+            self.judge is None
+            or covered
+            or known.reference_seconds > REFERENCE_SHARE * (time.monotonic() - known.began) + 1.0
+        ):
+            return
+        began = time.monotonic()
+        if self.bitwise:
+            observed = observe(self.engine, tokens, taps=self.wanted)
+        else:
+            observed = from_rows([known.rows[tokens[: end + 1]] for end in range(len(tokens))])
+        divergence = self.judge(observed)
+        known.referenced.add(tokens)
+        known.reference_seconds += time.monotonic() - began
+        if divergence is not None:
+            raise Failure("REF", divergence.message, divergence.where())
+
+    def _books(self) -> dict[str, Any]:
+        """What must be back when every sequence is closed."""
+        if "ledger" in self.declines:
+            return {}
+        ledger = self.engine.ledger()
+        return {name: getattr(ledger, name, None) for name in ("sequences", "live", "free", "shared")}
+
+
+def classify(operations: Iterable[Operation]) -> str:
+    """The detector that a list of operations speaks for: the most particular thing in it."""
+    kinds = [operation.op for operation in operations]
+    several = any(len(operation.runs) > 1 for operation in operations)
+    for op, detector in (("rollback", "RB"), ("restore", "SN"), ("branch", "SN")):
+        if op in kinds:
+            return detector
+    if any(operation.replay for operation in operations):
+        return "GR"
+    return "BI" if several or kinds.count("open") > 2 else "CH"
+
+
+@dataclass
+class Search:
+    """One search: an engine factory, its oracles, and what it found."""
+
+    ctx: CheckContext
+    texts: list[tuple[int, ...]]
+    deadline: float
+    known: Known = field(default_factory=Known)
+    result: CheckResult = field(default_factory=CheckResult)
+    searcher: Searcher | None = None
+    failure: Failure | None = None
+
+    def fresh(self) -> Searcher:
+        from harness.guard import Guarded
+
+        self.searcher = Searcher(Guarded(self.ctx.engine_factory()), self.known, self._judge())
+        return self.searcher
+
+    def _judge(self) -> Callable[[Observed], Divergence | None] | None:
+        if self.ctx.weights is None:
+            return None
+        exact, release = self.ctx.reference(precision="float64"), self.ctx.reference()
+
+        def judge(observed: Observed) -> Divergence | None:
+            # no taps: without the engine's decisions the comparison would be blunt
+            if len(observed.taps) <= 2:
+                return None
+            return against_reference(exact, release, observed, weights=self.ctx.weights).first
+
+        return judge
+
+
+def machine_class(search: Search) -> type[RuleBasedStateMachine]:
+    """The rules, bound to one search; each example goes on with the search's engine."""
+    lengths = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 5, 6, 8, 9, 13, 17])
+    text = st.integers(0, TEXTS - 1)
+
+    class EngineMachine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.searcher = search.searcher or search.fresh()
+            self.serial = len(self.searcher.operations)
+            self.count = 0
+
+        @property
+        def live(self) -> list[str]:
+            return sorted(self.searcher.book.live)
+
+        def name(self) -> str:
+            self.count += 1
+            return f"s{self.serial}.{self.count}"
+
+        def run(self, operation: Operation) -> None:
+            if time.monotonic() >= search.deadline or not self.searcher.book.allows(operation):
+                return
+            search.result.operations += 1
+            count_paths(search.result, self.searcher, operation)
+            try:
+                self.searcher.run(operation)
+            except Failure as failure:
+                search.failure = failure
+                raise
+
+        def pick(self, index: int) -> str:
+            return self.live[index % len(self.live)]
+
+        def ids(self, name: str, text: int, count: int) -> tuple[int, ...]:
+            held = self.searcher.book.live[name]
+            at = len(held.tokens)
+            return search.texts[text][at : min(at + count, held.capacity)]
+
+        @precondition(lambda self: len(self.live) < MOST_LIVE)
+        @rule(capacity=st.sampled_from([TEXT_LENGTH, 9, 20, 33]))
+        def open(self, capacity: int) -> None:
+            self.run(ops.open_(self.name(), capacity))
+
+        @precondition(lambda self: self.live)
+        @rule(index=st.integers(0, 3), text=text, count=lengths, replay=st.booleans())
+        def extend(self, index: int, text: int, count: int, replay: bool) -> None:
+            name = self.pick(index)
+            self.step([(name, self.ids(name, text, count))], replay)
+
+        @precondition(lambda self: self.live)
+        @rule(text=text, replay=st.booleans())
+        def decode_all(self, text: int, replay: bool) -> None:
+            self.step([(name, self.ids(name, text, 1)) for name in self.live], replay)
+
+        @precondition(lambda self: len(self.live) > 1)
+        @rule(
+            counts=st.lists(lengths, min_size=2, max_size=MOST_LIVE),
+            text=text,
+            replay=st.booleans(),
+            flip=st.booleans(),
+        )
+        def ragged(self, counts: list[int], text: int, replay: bool, flip: bool) -> None:
+            names = self.live[::-1] if flip else self.live
+            self.step([(n, self.ids(n, text, c)) for n, c in zip(names, counts, strict=False)], replay)
+
+        @precondition(lambda self: self.live)
+        @rule(index=st.integers(0, 3), width=st.integers(1, 8), accepted=st.integers(0, 8), text=text)
+        def verify(self, index: int, width: int, accepted: int, text: int) -> None:
+            """Draft tokens of another text, of which some are accepted."""
+            name = self.pick(index)
+            before = len(self.searcher.book.live[name].tokens)
+            self.step([(name, self.ids(name, text, width))], False)
+            held = self.searcher.book.live[name]
+            keep = before + min(accepted, len(held.tokens) - before)
+            if "rollback" not in self.searcher.declines and keep < len(held.tokens):
+                self.run(ops.rollback(name, max(keep, held.floor)))
+
+        @precondition(lambda self: self.live)
+        @rule(index=st.integers(0, 3), drop=st.integers(1, 9))
+        def roll_back(self, index: int, drop: int) -> None:
+            held = self.searcher.book.live[name := self.pick(index)]
+            if "rollback" not in self.searcher.declines:
+                self.run(ops.rollback(name, max(len(held.tokens) - drop, held.floor)))
+
+        @precondition(lambda self: self.live and len(self.live) < MOST_LIVE)
+        @rule(index=st.integers(0, 3), more=st.sampled_from([0, 1, 7, 30]), close=st.booleans())
+        def save_and_restore(self, index: int, more: int, close: bool) -> None:
+            if "snapshot" in self.searcher.declines:
+                return
+            name, blob = self.pick(index), f"b{self.name()}"
+            length = len(self.searcher.book.live[name].tokens)
+            self.run(ops.snapshot(name, blob))
+            if close:
+                self.run(ops.close(name))
+            self.run(ops.restore(self.name(), blob, min(max(length + more, 1), TEXT_LENGTH)))
+
+        @precondition(lambda self: self.live and len(self.live) < MOST_LIVE)
+        @rule(index=st.integers(0, 3))
+        def branch(self, index: int) -> None:
+            if "branch" not in self.searcher.declines:
+                self.run(ops.branch(self.pick(index), self.name()))
+
+        @precondition(lambda self: self.live)
+        @rule(index=st.integers(0, 3), again=st.booleans(), reopen=st.booleans(), churn=st.integers(0, 20))
+        def close(self, index: int, again: bool, reopen: bool, churn: int) -> None:
+            name = self.pick(index)
+            self.run(ops.close(name))
+            if churn:
+                self.run(Operation("churn", length=churn))
+            if again:
+                self.run(ops.close(name))
+            if reopen:
+                self.run(ops.open_(self.name(), TEXT_LENGTH))
+
+        @precondition(lambda self: self.live)
+        @rule(index=st.integers(0, 3), kind=st.sampled_from(["capacity", "forward", "closed"]))
+        def illegal(self, index: int, kind: str) -> None:
+            """What must be refused, with nothing changed."""
+            held = self.searcher.book.live[name := self.pick(index)]
+            if kind == "capacity":
+                ids = tuple(
+                    search.texts[0][i % TEXT_LENGTH] for i in range(held.capacity - len(held.tokens) + 1)
+                )
+                self.run(ops.expecting(ops.step((name, ids)), "CapacityError"))
+            elif kind == "forward" and "rollback" not in self.searcher.declines:
+                self.run(ops.expecting(ops.rollback(name, len(held.tokens) + 1), "RollbackError"))
+            elif kind == "closed" and self.searcher.book.closed:
+                gone = sorted(self.searcher.book.closed)[-1]
+                self.run(ops.expecting(ops.step((gone, search.texts[0][:1])), "StateError"))
+
+        def step(self, runs: list[tuple[str, tuple[int, ...]]], replay: bool) -> None:
+            runs = [(name, ids) for name, ids in runs if ids]
+            if "multi_sequence" in self.searcher.declines:
+                runs = runs[:1]
+            if runs:
+                self.run(ops.step(*runs, replay=replay and "graphs" not in self.searcher.declines))
+
+        def teardown(self) -> None:
+            if search.failure is not None or time.monotonic() >= search.deadline:
+                return
+            before = len(self.searcher.operations)
+            try:
+                self.searcher.finish(search.texts)
+            except Failure as failure:
+                search.failure = failure
+                raise
+            finally:
+                search.result.operations += len(self.searcher.operations) - before
+
+    return EngineMachine
+
+
+def count_paths(result: CheckResult, searcher: Searcher, operation: Operation) -> None:
+    """What the search has been through, for its required paths."""
+    result.took(operation.op if operation.expect is None else "illegal")
+    if operation.op != "step" or operation.expect is not None:
+        return
+    config, live = searcher.engine.config, searcher.book.live
+    for name, ids in operation.runs:
+        end = len(live[name].tokens) + len(ids)
+        result.took("window wrapped", int(end > config.sliding_window))
+        result.took(
+            "top-k cut", int(any(r.ratio and end // r.ratio > config.index_topk for r in config.layers()))
+        )
+        result.took("multi-token step", int(len(ids) > 1))
+    result.took("several sequences", int(len(operation.runs) > 1))
+    result.took("replay", int(operation.replay))
+
+
+def search_operations(ctx: CheckContext) -> CheckResult:
+    """Search until the budget is spent or something is found; the finding holds the smallest list that
+    shows it.
+    """
+    rng = np.random.default_rng([ctx.seed, 20])
+    texts = [tuple(int(t) for t in rng.integers(0, ctx.config.vocab_size, TEXT_LENGTH)) for _ in range(TEXTS)]
+    began = time.monotonic()
+    search = Search(ctx, texts, began + ctx.budget)
+    batch = 0
+    while time.monotonic() < search.deadline and not search.result.findings:
+        search.fresh()
+        _run_batch(search, ctx.seed * 1_000_003 + batch)
+        batch += 1
+        ctx.progress(f"{search.result.operations} operations, {time.monotonic() - began:.0f} s")
+        if search.failure is not None:
+            search.result.findings.append(report(search, search.failure))
+    search.result.notes["operations a second"] = round(
+        search.result.operations / (time.monotonic() - began), 1
+    )
+    search.result.notes["sequences held against the reference"] = len(search.known.referenced)
+    return search.result
+
+
+def _run_batch(search: Search, seed: int) -> None:
+    machine = machine_class(search)
+    options = settings(
+        max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None, phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+    )  # fmt: skip
+    try:
+        run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=options, _min_steps=STEPS // 2)
+    except Failure:
+        return
+    except DSV41Error as error:
+        search.failure = Failure(getattr(error, "detector", "CRASH"), f"{type(error).__name__}: {error}")
+    except Exception as error:
+        if search.failure is None:  # hypothesis wraps what a second run of the example did not show again
+            finding = crash_finding(CHECK_NAME, search.ctx, error)
+            search.failure = Failure("CRASH", finding.message, {"details": finding.details})
+
+
+def failure_of(search: Search, operations: list[Operation]) -> Failure | None:
+    """What a list of operations does to an engine built for it."""
+    from harness.guard import Guarded
+
+    searcher = Searcher(Guarded(search.ctx.engine_factory()), Known(), search._judge())
+    try:
+        for operation in operations:
+            searcher.run(operation)
+        searcher.finish(search.texts)
+    except Failure as failure:
+        return failure
+    except DSV41Error as error:
+        return Failure(getattr(error, "detector", "CRASH"), f"{type(error).__name__}: {error}")
+    except Exception as error:
+        return Failure("CRASH", f"{type(error).__name__}: {error}")
+    return None
+
+
+def report(search: Search, failure: Failure) -> Finding:
+    """Shrink what the engine went through and write it down."""
+    assert search.searcher is not None
+    recorded = search.searcher.operations[: search.searcher.before_finish]
+    most = search.searcher.engine.max_rollback
+
+    def fails(operations: list[Operation]) -> bool:
+        return failure_of(search, operations) is not None
+
+    again = failure_of(search, recorded)
+    if again is not None:
+        recorded = shrink(
+            recorded, fails, max_rollback=most, seconds=min(SHRINK_SECONDS, max(5.0, search.ctx.budget))
+        )
+        failure = failure_of(search, recorded) or again
+    where = dict(failure.where)
+    details = where.pop("details", {}) | {"reproduced": again is not None}
+    detector = classify(recorded) if failure.detector in ("RB", "SN", "GR", "BI", "CH") else failure.detector
+    return search.ctx.finding(
+        CHECK_NAME, detector, failure.message, operations=ops.to_json(recorded), details=details, **where
+    )
