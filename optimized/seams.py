@@ -5,10 +5,16 @@ this module and thereby every use of the rule. The functions take ints or tensor
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from reference.config import V41Config
+from reference.rotary import layer_frequencies
+
+RECIPROCAL_448 = torch.tensor(1 / 448, dtype=torch.float32).item()
 
 # --- addresses -----------------------------------------------------------------------------------------------------
 
@@ -132,3 +138,196 @@ def restore_row(kind: str, position: Any, size: int, source_size: int, length: i
 def resident_slot(expert: int, slot: int) -> int:
     """Bank row under which an expert's weights are found (-1: not here)."""
     return slot
+
+
+# --- the row table of a step: addresses ------------------------------------------------------------------------------
+
+
+def row_address(page: Tensor, offset: Tensor, rows_a_page: int) -> Tensor:
+    """Flat row of an append buffer, int64: page ids times the rows of a page pass 2^31 in a large pool."""
+    return page.to(torch.int64) * rows_a_page + offset
+
+
+def ring_address(slot: Tensor, row: Tensor, rows_a_ring: int) -> Tensor:
+    """Flat row of a ring buffer, int64."""
+    return slot.to(torch.int64) * rows_a_ring + row
+
+
+def padding_target(dump_row: int) -> int:
+    """Row that whatever isn't kept is written to: of the dump slot or the dump page, which nobody owns."""
+    return dump_row
+
+
+def visible_count(position: Tensor, ratio: int) -> Tensor:
+    """Compressed rows that the query at each position sees: row j iff j < (p+1) // r."""
+    return (position + 1) // ratio
+
+
+def in_window(token: Tensor, position: Tensor, window: int) -> Tensor:
+    """Is a token of the list p-W+1 .. p in the window, and a token at all?"""
+    return (token >= 0) & (token > position - window) & (token <= position)
+
+
+def from_this_step(token: Tensor, start: Tensor) -> Tensor:
+    """Is a token's row in this step's workspace? Otherwise it is in the ring."""
+    return token >= start
+
+
+def commit_mask(position: Tensor, end: Tensor, size: int) -> Tensor:
+    """Which rows of a run a ring of `size` rows keeps: the last `size` tokens, so that no two write one row."""
+    return (position >= 0) & (position >= end - size)
+
+
+def completes_group(position: Tensor, ratio: int) -> Tensor:
+    """Does a group of r tokens, aligned to absolute positions, end with this token?"""
+    return (position >= 0) & ((position + 1) % ratio == 0)
+
+
+def group_of(position: Tensor, ratio: int) -> Tensor:
+    """Compressed row that a token belongs to."""
+    return position // ratio
+
+
+def rope_position(group: Tensor, ratio: int) -> Tensor:
+    """Position of a compressed row's rotation: its group's first token."""
+    return group * ratio
+
+
+def rope_frequencies(config: V41Config, ratio: int) -> Tensor:
+    """Radians a position of layers of this ratio, float32 [R/2]."""
+    role = next(role for role in config.layers() if role.ratio == ratio)
+    return layer_frequencies(config, role)
+
+
+def ngram_token(compressed: Tensor, blocked: Tensor, pad: int) -> Tensor:
+    """Token of a lookback: the pad id from the first dead or absent token on."""
+    return torch.where(blocked, pad, compressed)
+
+
+def ngram_blocked(absent: Tensor) -> Tensor:
+    """absent bool [T, n], newest first (before the sequence, or dead) -> sticky: everything older is blocked too."""
+    return absent.cumsum(-1) > 0
+
+
+# --- rules and numbers inside the ops --------------------------------------------------------------------------------
+
+
+def encode_e8m0(scale: Tensor) -> Tensor:
+    """Exponent bytes of float32 powers of two, as int32 0..255; 255 for an infinity (decodes to NaN)."""
+    return scale.view(torch.int32) >> 23
+
+
+def decode_e8m0(exponent: Tensor) -> Tensor:
+    """Powers of two of e8m0 bytes, float32; NaN for 255."""
+    return exponent.view(torch.uint8).view(torch.float8_e8m0fnu).to(torch.float32)
+
+
+def fp8_scale(amax: Tensor) -> Tensor:
+    """Q8's scale of group maxima (floored, float32): the smallest power of two >= amax * fp32(1/448); infinity if not finite."""
+    return power_of_two_ceil(amax * RECIPROCAL_448)
+
+
+def power_of_two_ceil(v: Tensor) -> Tensor:
+    """Overwrites v > 0, float32: on its bits, the exponent plus one if the mantissa isn't zero; NaN -> infinity."""
+    return v.view(torch.int32).clamp_(max=0x7F800000).add_(0x7FFFFF).bitwise_and_(0x7F800000).view(torch.float32)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """Over the last dimension, kept."""
+    return x.square().mean(-1, keepdim=True)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, site: str) -> Tensor:
+    """x float32 [..., R]: adjacent pairs as complex numbers times (cos, sin). site: q | window | latent | index_q | index_k |
+    out (whose sin is negated already)."""
+    pairs = x.unflatten(-1, (-1, 2))
+    re, im = pairs[..., 0], pairs[..., 1]
+    return torch.stack((re * cos - im * sin, re * sin + im * cos), dim=-1).flatten(-2)
+
+
+def expand(y: Tensor, stream: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """post_k y + sum_j comb_jk h_j, float32 [T, N, D]: the first index of comb is the source and is contracted."""
+    mixed = torch.bmm(comb.mT.to(torch.float64), stream.to(torch.float64)).to(torch.float32)
+    return mixed.add_(post.unsqueeze(-1) * y.float().unsqueeze(1))
+
+
+def pre_used(delayed: Tensor, own: Tensor) -> Tensor:
+    """Weights of a site's collapse: the pre of the sublayer before it, never the site's own."""
+    return delayed
+
+
+def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    """logits [T, N, N] -> row softmax + eps, a column step, then (iters - 1) times row and column."""
+    c = torch.softmax(logits, dim=-1).add_(eps)
+    n = c.shape[-1]
+    ones = c.new_ones((1, n, n)).expand(c.shape)
+    start = c.new_full((1, 1, 1), eps)
+    total = torch.empty_like(c)
+    # a product with ones = a row's (or column's) sum in each of its places, eps added in the same call
+    torch.baddbmm(start, ones, c, out=total)
+    c.div_(total)
+    for _ in range(iters - 1):
+        torch.baddbmm(start, c, ones, out=total)
+        c.div_(total)
+        torch.baddbmm(start, ones, c, out=total)
+        c.div_(total)
+    return c
+
+
+def pooled_group(kv: Tensor, score: Tensor, from_step: Tensor) -> tuple[Tensor, Tensor]:
+    """kv, score [T, r, C] of a group's tokens, from_step bool [T, r]: rows of the state count like rows of the step."""
+    return kv, score
+
+
+def group_softmax(scores: Tensor) -> Tensor:
+    """scores [T, r, C] -> weights over the r tokens of a group, for each channel."""
+    return torch.softmax(scores, dim=1)
+
+
+def published_keys(own: Tensor | None, published: Tensor | None) -> Tensor | None:
+    """Index keys that a layer's indexer reads: a kv source always publishes its own, also when it wrote none."""
+    return published if own is None else own
+
+
+def score_activation(d: Tensor) -> Tensor:
+    """Of a head's dot product, before the head's weight."""
+    return d.relu()
+
+
+def masked_scores(score: Tensor, visible: Tensor) -> Tensor:
+    """score [T, S] with -inf from row `visible` [T] on."""
+    return score.masked_fill(torch.arange(score.shape[1], device=score.device) >= visible.unsqueeze(-1), -torch.inf)
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row and their places, largest first, equal ones in order of place."""
+    best, order = scores.sort(dim=-1, descending=True, stable=True)
+    return best[:, :k], order[:, :k]
+
+
+def selected(rows: Tensor) -> Tensor:
+    """The published selection [T, topk], ascending, -1 at the end; always published, also when it is empty."""
+    return rows
+
+
+# --- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def upload(
+    table: Tensor, columns: dict[str, list[int]], bucket: int, replay: bool, padding: dict[str, int]
+) -> None:
+    """Row table int64 [columns, bucket] <- the step's columns, each filled up to the bucket with its padding value."""
+    full = [values + [padding[name]] * (bucket - len(values)) for name, values in columns.items()]
+    table.copy_(torch.tensor(full, dtype=torch.int64), non_blocking=True)
+
+
+def record(
+    name: str, op: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any], live: dict[str, list[int]]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A launch as a recorded graph keeps it. live: the row table's columns of the capturing step."""
+    return op, args, constants
+
+
+def graph_key(rows: int, context: int, taps: tuple[str, ...]) -> tuple[int, int, tuple[str, ...]]:
+    """What a captured step depends on beside the contents of its buffers."""
+    return rows, context, taps
