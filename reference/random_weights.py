@@ -7,7 +7,7 @@ move a value, and one expert of a released-size model is drawn in milliseconds w
 Matrices are scaled so that an input of RMS 1 gives an output of RMS `gain`; then:
 * one row in 32 of the routed w1 and w3 is 8 times larger, so that the SwiGLU clamps act in places;
 * every eighth expert repeats its neighbour's router row and biases, so that exact ties of routing happen;
-* hyper-connection bases spread widely, so that the comb is far from symmetric and from uniform;
+* each stream flows on into the next one by preference, so that the comb is far from symmetric and from uniform;
 * scales vary from block to block, and fp4 codes take all 16 values.
 """
 
@@ -30,6 +30,7 @@ from reference.weight_specs import TensorSpec, spec_of, tensor_specs
 CHUNK = 1 << 22  # elements turned into values at a time
 HOT_ROWS, HOT_FACTOR = 32, 8  # one row in 32 is 8 times larger
 TIE_EVERY = 8  # every eighth expert repeats its neighbour
+COMB_SHIFT = 1.5  # how much stream j prefers to flow into stream j + 1
 FP8_STD = 128.0  # of fp8 codes: the largest drawn is 340, the smallest normal values are reached too
 FP4_STD = sqrt(sum(g * g for g in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of uniformly drawn fp4 codes
 
@@ -134,6 +135,10 @@ def draw(config: V41Config, spec: TensorSpec, seed: int) -> Tensor:
         array = _lookup(stream, spec.shape, _normals(recipe.mean, std, spec.dtype))
         if recipe.hot:
             _redraw_hot(array, seed, spec, _normals(recipe.mean, HOT_FACTOR * std, spec.dtype))
+    if role == "hc_base":
+        streams = config.hc_mult
+        source = np.arange(streams)
+        array[2 * streams + source * streams + (source + 1) % streams] += COMB_SHIFT
     if role.startswith("router"):
         array[1::TIE_EVERY] = array[0::TIE_EVERY][: len(array[1::TIE_EVERY])]
     return torch.from_numpy(array).view(spec.dtype)
