@@ -30,7 +30,7 @@ from reference.weight_specs import TensorSpec, spec_of, tensor_specs
 CHUNK = 1 << 22  # elements turned into values at a time
 HOT_ROWS, HOT_FACTOR = 32, 8  # one row in 32 is 8 times larger
 TIE_EVERY = 8  # every eighth expert repeats its neighbour
-COMB_SHIFT = 1.5  # how much stream j prefers to flow into stream j + 1
+COMB_SHIFT = 2.0  # how much stream j prefers to flow into stream j + 1
 FP8_STD = 128.0  # of fp8 codes: the largest drawn is 340, the smallest normal values are reached too
 FP4_STD = sqrt(sum(g * g for g in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)  # of uniformly drawn fp4 codes
 

@@ -34,7 +34,7 @@ PINNED = {
     "layers.3.ffn.experts.5.w1.weight": "48fcead93614f3c1",
     "layers.3.ffn.experts.5.w1.scale": "677c2421876d0dee",
     "layers.4.ffn.gate.weight": "ca2608fc8e44d651",
-    "layers.7.hc_ffn_base": "56872566fc2e6089",
+    "layers.7.hc_ffn_base": "a00b482a3ec1adba",
     "mtp.1.markov_head.head.weight": "70b719d3f45a0f9b",
     "token_map": "a0e85a306dcfb807",
 }
