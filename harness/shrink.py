@@ -43,6 +43,12 @@ def size(operations: list[Operation]) -> tuple[int, int]:
 
 
 def _smaller(operations: list[Operation]) -> Iterator[list[Operation]]:
+    names = dict.fromkeys(
+        name for o in operations for name in (o.sequence, *(run for run, _ in o.runs)) if name
+    )
+    for name in names:
+        yield without_sequence(operations, name)
+    yield from _merged(operations)
     count = len(operations)
     width = count // 2
     while width >= 1:
@@ -52,6 +58,43 @@ def _smaller(operations: list[Operation]) -> Iterator[list[Operation]]:
     for i, operation in enumerate(operations):
         for simpler in _simpler(operation):
             yield [*operations[:i], simpler, *operations[i + 1 :]]
+
+
+def _merged(operations: list[Operation]) -> Iterator[list[Operation]]:
+    """Consecutive steps of one sequence as one step: long stretches first, then all but the last step, then
+    pairs.
+    """
+    start = 0
+    while start < len(operations):
+        end = start
+        while (
+            end < len(operations)
+            and _alone(operations[end])
+            and _alone(operations[end]) == _alone(operations[start])
+        ):
+            end += 1
+        for stop in dict.fromkeys((end, end - 1, (start + end) // 2, min(start + 2, end))):
+            if stop - start > 1:
+                tokens = tuple(t for o in operations[start:stop] for t in o.runs[0][1])
+                one = replace(operations[start], runs=((operations[start].runs[0][0], tokens),))
+                yield [*operations[:start], one, *operations[stop:]]
+        start = max(end, start + 1)
+
+
+def _alone(operation: Operation) -> str | None:
+    """The sequence of a step that has one run and no expectation."""
+    plain = operation.op == "step" and len(operation.runs) == 1 and operation.expect is None
+    return operation.runs[0][0] if plain else None
+
+
+def without_sequence(operations: list[Operation], name: str) -> list[Operation]:
+    """The list with everything of one sequence taken out."""
+    kept = []
+    for operation in operations:
+        runs = tuple(run for run in operation.runs if run[0] != name)
+        if operation.sequence != name and (runs or not operation.runs):
+            kept.append(replace(operation, runs=runs))
+    return kept
 
 
 def _simpler(operation: Operation) -> Iterator[Operation]:
