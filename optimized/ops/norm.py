@@ -1,0 +1,17 @@
+"""RMSNorm (reference/norm.py): w * (x * rsqrt(mean(x^2) + eps)) in float32, rounded by the caller."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from optimized import seams
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x float32 [..., D], weight bf16 [D] -> float32 [..., D]."""
+    return (x * inverse_rms(x, eps)).mul_(weight)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """[..., 1]."""
+    return seams.mean_square(x).add_(eps).rsqrt_()

@@ -1,0 +1,115 @@
+"""The three activation quantisers into packed codes, and back (reference/quantize.py; numeric contract, section 2).
+
+    Q8    groups of 32   s = p2ceil(max(amax, 1e-4) * fp32(1/448))        e4m3 codes, e8m0 bytes
+    Q4i   groups of 32   s = p2ceil(max(amax, 6 * 2^-126) * fp32(1/6))    e2m1 pairs, e8m0 bytes
+    Q4c   groups of 16   s = e4m3(max(amax, 6 * 2^-9) / 6)                e2m1 pairs, e4m3 bytes
+
+A group with a NaN or an infinity gets a
+NaN scale and decodes to NaN as a whole.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from optimized import seams
+from reference.quantize import (
+    AMAX_FLOOR_FP4_E4M3,
+    AMAX_FLOOR_FP4_E8M0,
+    AMAX_FLOOR_FP8,
+    E2M1_GRID,
+    E2M1_MAX,
+    E4M3_MAX,
+    GROUP_FP4_E4M3,
+    GROUP_FP4_E8M0,
+    GROUP_FP8,
+)
+
+FP8 = torch.float8_e4m3fn
+RECIPROCAL_6 = torch.tensor(1 / E2M1_MAX, dtype=torch.float32).item()
+
+
+def q8(codes: Tensor, scale: Tensor, x: Tensor) -> None:
+    """codes float8_e4m3fn [..., n], scale uint8 [..., n/32] <- x float32 [..., n] holding bf16 values.
+
+    codes may be bf16 instead: then it gets code * scale.
+    """
+    groups = x.unflatten(-1, (-1, GROUP_FP8))
+    power = seams.fp8_scale(groups.abs().amax(-1).clamp_(min=AMAX_FLOOR_FP8))  # a NaN passes maximum and clamp
+    scale.copy_(seams.encode_e8m0(power))
+    power = power.unsqueeze(-1)
+    if codes.dtype is FP8:
+        codes.copy_((groups / power).view(x.shape))
+    else:  # the values themselves, which bf16 holds exactly
+        value = (groups / power).to(FP8).to(torch.float32).mul_(seams.decode_e8m0(scale).unsqueeze(-1))
+        codes.copy_(value.view(x.shape))
+
+
+def q4i(codes: Tensor, scale: Tensor, x: Tensor) -> None:
+    """codes uint8 [..., n/2], scale uint8 e8m0 [..., n/32] <- x float32 [..., n]."""
+    groups = x.unflatten(-1, (-1, GROUP_FP4_E8M0))
+    amax = groups.abs().amax(-1).clamp_(min=AMAX_FLOOR_FP4_E8M0)
+    power = seams.power_of_two_ceil(amax.mul_(RECIPROCAL_6))
+    scale.copy_(seams.encode_e8m0(power))
+    codes.copy_(_e2m1_pairs((groups / power.unsqueeze(-1)).view(x.shape)))
+
+
+def q4c(codes: Tensor, scale: Tensor, x: Tensor) -> None:
+    """codes uint8 [..., n/2], scale uint8 (e4m3 bytes) [..., n/16] <- x float32 [..., n]."""
+    groups = x.unflatten(-1, (-1, GROUP_FP4_E4M3))
+    amax = groups.abs().amax(-1).clamp(min=AMAX_FLOOR_FP4_E4M3)
+    # true division by a tensor: a scalar divisor becomes a multiplication on some devices. An infinity becomes NaN
+    ratio = torch.div(amax, torch.full_like(amax, E2M1_MAX))
+    e4m3 = torch.where(ratio.isinf(), torch.nan, ratio.clamp(max=E4M3_MAX)).to(FP8)
+    scale.copy_(e4m3.view(torch.uint8))
+    codes.copy_(_e2m1_pairs((groups / e4m3.to(torch.float32).unsqueeze(-1)).view(x.shape)))
+
+
+def decode_q8(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes float8_e4m3fn [..., n], scale uint8 [..., n/32] -> values [..., n], exact. bf16 codes are the values."""
+    if codes.dtype is torch.bfloat16:
+        return codes.to(dtype)
+    power = seams.decode_e8m0(scale).unsqueeze(-1)
+    return (codes.to(dtype).unflatten(-1, (-1, GROUP_FP8)) * power).flatten(-2)
+
+
+def decode_q4i(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes uint8 [..., n/2], scale uint8 e8m0 [..., n/32] -> float32 [..., n]."""
+    power = seams.decode_e8m0(scale).unsqueeze(-1)
+    return (_unpack(codes).unflatten(-1, (-1, GROUP_FP4_E8M0)) * power).flatten(-2)
+
+
+def decode_q4c(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes uint8 [..., n/2], scale uint8 (e4m3 bytes) [..., n/16] -> float32 [..., n]."""
+    value = scale.view(FP8).to(torch.float32).unsqueeze(-1)
+    return (_unpack(codes).unflatten(-1, (-1, GROUP_FP4_E4M3)) * value).flatten(-2)
+
+
+@lru_cache(maxsize=4)
+def _thresholds(device: torch.device) -> Tensor:
+    # code = how many hold of m > .25, m >= .75, m > 1.25, m >= 1.75, m > 2.5, m >= 3.5, m > 5; "m > b" as "m >= next above b"
+    above = [torch.nextafter(torch.tensor(b), torch.tensor(9.0)).item() for b in (0.25, 1.25, 2.5, 5.0)]
+    return torch.tensor([above[0], 0.75, above[1], 1.75, above[2], 3.5, above[3]], device=device)
+
+
+@lru_cache(maxsize=4)
+def _pairs(device: torch.device) -> Tensor:
+    """Values of both nibbles of every byte: float32 [256, 2], the low nibble first."""
+    grid = torch.tensor(E2M1_GRID + tuple(-g for g in E2M1_GRID))
+    byte = torch.arange(256)
+    return torch.stack((grid[byte & 15], grid[byte >> 4]), dim=-1).to(device)
+
+
+def _e2m1_pairs(v: Tensor) -> Tensor:
+    """Scaled values [..., n] -> packed nearest codes uint8 [..., n/2], ties to the even code, the sign kept."""
+    code = torch.bucketize(v.abs(), _thresholds(v.device), out_int32=True, right=True)
+    code = code | (torch.signbit(v).to(torch.int32) << 3)
+    return (code[..., 0::2] | (code[..., 1::2] << 4)).to(torch.uint8)
+
+
+def _unpack(codes: Tensor) -> Tensor:
+    pairs = _pairs(codes.device)
+    return pairs.index_select(0, codes.reshape(-1).to(torch.int32)).view(*codes.shape[:-1], -1)
