@@ -9,7 +9,7 @@ from typing import Any
 from optimized import seams
 from optimized.state_pool import StatePool, Tenant
 from reference.config import V41Config
-from reference.errors import CapacityError, InputError, StateError
+from reference.errors import CapacityError, ConfigError, InputError, StateError
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,15 @@ def check_tokens(token_ids: Sequence[Any], vocab_size: int, field: str) -> None:
                 actual=token,
                 hint="ids are those of the model's tokenizer",
             )
+
+
+def checked_buckets(buckets: Sequence[int]) -> tuple[int, ...]:
+    """Row counts of captured steps, ascending. Raises ConfigError."""
+    if not buckets or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in buckets):
+        raise ConfigError(
+            field="buckets",
+            expected="at least one row count of 1 or more",
+            actual=tuple(buckets),
+            hint="name the row counts that steps are padded to, for example (1, 2, 4, 8)",
+        )
+    return tuple(sorted(set(buckets)))
