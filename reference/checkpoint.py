@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -74,6 +75,7 @@ class CheckpointWeights(Weights):
         self.path = Path(path)
         self.bytes_read = 0
         self.files_opened: set[Path] = set()
+        self._readers: dict[Path, Any] = {}  # opening one parses its header, which may list thousands of tensors
         self._token_map = None if token_map is None else check_token_map(config, token_map)
         self._stored, problems = locate(self.path, config, self.files_opened)
         self._specs = tensor_specs(config)
@@ -116,8 +118,9 @@ class CheckpointWeights(Weights):
 
     def _read(self, stored: StoredTensor) -> Tensor:
         try:
-            with safe_open(stored.file, framework="pt") as file:
-                tensor = file.get_tensor(stored.key)
+            if stored.file not in self._readers:
+                self._readers[stored.file] = safe_open(stored.file, framework="pt")
+            tensor = self._readers[stored.file].get_tensor(stored.key)
         except Exception as error:  # safetensors and the system each have their own kinds
             words = "a readable tensor"
             raise WeightsError(
