@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
 from reports.report_cli import report
 from reports.roofline_cli import roofline
 
 app = typer.Typer(no_args_is_help=True, help="Floors, benchmarks, the dashboard and the gate.")
-COMMANDS = {"roofline": roofline, "report": report}
+COMMANDS: dict[str, Callable[..., None]] = {"roofline": roofline, "report": report}
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 
