@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from golden.cases import OFFICIAL, case_paths
 from golden.report import details_table, paths_table, summary_table, write_reports
 from golden.verify import CaseResult, missing_paths, verify
+from harness.terminal import console as new_console
 
 app = typer.Typer(no_args_is_help=True)
 OUT = Path("reports/out")
@@ -41,8 +42,9 @@ def verify_command(places: Places = None, details: Details = False, out: Out = O
     output and stream against their limits, decisions compared, tied and wrong, and the paths taken; exit
     status 1 when something is outside its limit, 2 when a file cannot be read.
     """
-    results = verify_places(places or [], Console(), details=details)
-    if not report(results, Console(), out, whole_set=not places):
+    console = new_console()
+    results = verify_places(places or [], console, details=details)
+    if not report(results, console, out, whole_set=not places):
         raise typer.Exit(1)
 
 

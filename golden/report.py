@@ -20,6 +20,7 @@ from rich.table import Table
 from golden.measure import Measure
 from golden.verify import CaseResult, missing_paths
 from harness.findings import jsonable
+from harness.terminal import new_table
 
 GROUPS = {"attention": ("attn_out",), "stream": ("stream",)}
 
@@ -27,7 +28,7 @@ GROUPS = {"attention": ("attn_out",), "stream": ("stream",)}
 def summary_table(results: Sequence[CaseResult]) -> Table:
     """One row a case and variant: the worst row of attention output and stream, everything else, decisions,
     paths."""
-    table = Table(title="golden files against the reference, recorded inputs", title_justify="left")
+    table = new_table("golden files against the reference, recorded inputs")
     for heading in (
         "case",
         "variant",
@@ -60,8 +61,8 @@ def summary_table(results: Sequence[CaseResult]) -> Table:
 def paths_table(results: Sequence[CaseResult]) -> Table:
     """Which paths each case took, and what the free-running reference reached beside."""
     names = list(next((r.paths for r in results if r.paths), {}))
-    table = Table(title="paths taken; free-running from the tokens (no limit)", title_justify="left")
-    table.add_column("case", overflow="fold")
+    table = new_table("paths taken; free-running from the tokens (no limit)")
+    table.add_column("case", no_wrap=True)
     for heading in (*names, "stream worst", "median", "argmax", "selections", "experts"):
         table.add_column(heading, justify="right", overflow="fold")
     for result in results:
@@ -81,7 +82,7 @@ def paths_table(results: Sequence[CaseResult]) -> Table:
 
 def details_table(results: Iterable[CaseResult], *, failures_only: bool = False) -> Table:
     """One row a tensor: case, variant, layer, tensor, worst row, median, limit, decisions, place."""
-    table = Table()
+    table = new_table()
     for heading in ("case", "variant", "layer", "tensor"):
         table.add_column(heading, overflow="fold")
     for heading in ("worst", "median", "limit", "compared", "tied", "wrong"):
