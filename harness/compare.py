@@ -161,6 +161,14 @@ def compare_whole(exact: Tensor, release: Tensor, actual: Tensor) -> Difference 
     )
 
 
+def contract_ratio(exact: Tensor, release: Tensor, actual: Tensor, floor: float) -> float:
+    """Distance of the engine from release precision over that of release precision from float64, RMS over all rows."""
+    if actual.shape != release.shape or not actual.numel():
+        return float("inf") if actual.numel() else 0.0
+    yardstick = row_errors(exact, release).pow(2).mean().sqrt().item()
+    return row_errors(release, actual).pow(2).mean().sqrt().item() / max(yardstick, floor)
+
+
 def bitwise(expected: Any, actual: Any) -> Difference | None:
     """Byte equality with dtype, shape and stride. +0 and -0 differ, and so do two NaN of different bits."""
     expected, actual = as_tensor(expected).detach().cpu(), as_tensor(actual).detach().cpu()

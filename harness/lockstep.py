@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from harness import tolerances
 from harness.compare import (
     Difference,
     compare_whole,
+    contract_ratio,
     cosine_differences,
     limits,
     non_finite_difference,
@@ -84,6 +86,12 @@ class Report:
     divergences: list[Divergence] = field(default_factory=list)
     accepted: dict[str, int] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
+    contract: dict[str, float] = field(default_factory=dict)  # distance from the release / the release's own
+
+    @property
+    def follows_contract(self) -> bool:
+        """Whether most taps show that the engine takes the contract's casts (harness/tolerances.py)."""
+        return bool(self.contract) and median(self.contract.values()) <= tolerances.CONTRACT_FOLLOWS
 
     @property
     def first(self) -> Divergence | None:
@@ -144,6 +152,14 @@ def against_reference(
             found[name], report.ratios[name] = value_divergences(
                 name, kind, own64[name], own[name], observed.taps[name], observed.sequence
             )
+            floor = (
+                tolerances.for_tap(tap_names.split(name)[1], kind).floor / 4
+            )  # one rounding of the tap's format
+            report.contract[name] = contract_ratio(own64[name], own[name], observed.taps[name], floor)
+    if report.follows_contract:
+        for name, ratio in report.contract.items():
+            if not ratio <= tolerances.CONTRACT_K and not found.get(name):
+                found[name] = contract_divergence(name, ratio, own[name], observed)
     report.divergences = ordered(found, names, [role.index for role in config.layers()])
     return report
 
@@ -188,6 +204,23 @@ def decision_divergences(name: str, verdicts: Sequence[Verdict], observed: Obser
         )
         for row, v in bad.items()
     }
+
+
+def contract_divergence(
+    name: str, ratio: float, release: Tensor, observed: Observed
+) -> dict[int, Divergence]:
+    """A tap that alone leaves the contract's casts: its row that is furthest from the release."""
+    actual = observed.taps[name]
+    layer, _ = tap_names.split(name)
+    row = int(row_errors(release, actual).nan_to_num(float("inf")).argmax())
+    flat = int((rows_of(actual)[row] - rows_of(release)[row]).abs().nan_to_num(0.0).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tuple(actual.shape[1:])))
+    values = rows_of(release)[row, flat].item(), rows_of(actual)[row, flat].item()
+    kind = "off the contract's casts, over the release's own error:"
+    return {
+        row: Divergence(row, layer, name, kind, observed.sequence, index, *values, ratio, tolerances.CONTRACT_K,
+                        rows=actual.shape[0])
+    }  # fmt: skip
 
 
 def value_divergences(

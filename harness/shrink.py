@@ -92,7 +92,8 @@ def without_sequence(operations: list[Operation], name: str) -> list[Operation]:
     kept = []
     for operation in operations:
         runs = tuple(run for run in operation.runs if run[0] != name)
-        if operation.sequence != name and (runs or not operation.runs):
+        made = operation.target if operation.op == "branch" else None
+        if name not in (operation.sequence, made) and (runs or not operation.runs):
             kept.append(replace(operation, runs=runs))
     return kept
 

@@ -56,6 +56,16 @@ WHOLE_REASON = (
 )
 WHOLE_MIN_ROWS = 16  # fewer rows don't average anything
 
+# an engine that takes the contract's casts is far nearer to release precision than that is to float64:
+# distance(engine, release) / distance(release, float64), root mean square over the rows of a tap
+CONTRACT_FOLLOWS = 0.1
+CONTRACT_K = 0.5
+CONTRACT_REASON = (
+    "when half of an engine's taps stand within a tenth of the release's own error from the release, it takes the"
+    " contract's casts, and what is left are rare flips of a code; a tap at half the release's error then has a"
+    " rounding, or a term, of its own, long before it shows against float64"
+)
+
 # a decision may differ when every item in question lies within noise of the threshold in float64
 DECISION_K = 4.0
 DECISION_FLOOR = 4 * BF16_ULP

@@ -1,0 +1,14 @@
+"""Random operation sequences: whatever the order of the verbs, equal tokens answer equal bits and every book balances."""
+
+from __future__ import annotations
+
+from harness.check import Check
+from harness.machine import CHECK_NAME, search_operations
+
+CHECK = Check(
+    CHECK_NAME,
+    "after any sequence of operations every row is that of a fresh pass over the same tokens, state and books included",
+    search_operations,
+    required_paths=("open", "step", "close", "multi-token step", "window wrapped", "top-k cut"),
+    detectors=("RB", "SN", "GR", "BI", "CH", "LK", "AW", "REF", "CRASH"),
+)
