@@ -184,12 +184,15 @@ class OptimizedModel:
         return self._workspaces[key]
 
     def _new_workspace(self, n_rows: int, context: int) -> Workspace:
-        scratch = None
+        scratch, splits = None, 1
         if self.ops.backend == "triton":
             from optimized import kernels
 
             scratch = kernels.scratch(self.config, n_rows, context)
-        return make_workspace(self.config, self.pool, n_rows, context, scratch=scratch, plain=self.dense)
+            splits = tables.hyper_splits(self.config.hidden_size)
+        return make_workspace(
+            self.config, self.pool, n_rows, context, splits=splits, scratch=scratch, plain=self.dense
+        )
 
     def _evict(self) -> None:
         held = {(key[0], key[1]) for key in self.runner.graphs}

@@ -6,6 +6,8 @@ shapes of the weights alone, never by the number of rows.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 # rows of a captured step; a batch below its bucket is filled up with padding rows
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # smallest context of a step in tokens; larger ones are powers of two times this. A captured step serves all lengths up to it
@@ -26,7 +28,53 @@ def context_bucket(tokens: int, page_tokens: int, max_pages: int) -> int:
     return min(pages, max_pages) * page_tokens
 
 
-HC_SLICES = 40  # programs of a hyper-connection site along D at one row
+# kernels: a sum's order may depend on the tile of K and on the splits below, which follow (kind, K) or the width alone; tiles of rows and
+# of outputs may follow the number of rows
+
+BK_LIMIT = {"fp4": 128, "fp8": 128, "bf16": 128, "fp32": 64}  # columns of one step along K
+
+
+def k_tile(kind: str, k: int) -> int:
+    """Largest power of two within the limit that divides K; 32 at least, a quantiser's group."""
+    bk = 32
+    while bk < BK_LIMIT[kind] and k % (2 * bk) == 0:
+        bk *= 2
+    return bk
+
+
+def row_tile(rows: int) -> int:
+    """Rows of one tile: 8 is the matrix unit's side, 64 the most that its registers hold."""
+    return min(64, max(8, 1 << (rows - 1).bit_length()))
+
+
+@lru_cache(maxsize=None)
+def product(kind: str, n: int, k: int, rows: int) -> tuple[int, int, int, int, int]:
+    """(BN, BM, BK, warps, stages) of a product with [N, K]."""
+    bm, bk = row_tile(rows), k_tile(kind, k)
+    if bm >= 32 or n >= 16384:
+        return 64, bm, bk, 2, 3
+    return 32, bm, bk, 2, 3
+
+
+UNSHARED_ROWS = 4  # up to here every slot is a tile of its own: two rows rarely choose one of 384 experts
+
+
+def expert_tiles(rows: int, top_k: int, experts: int) -> tuple[int, bool]:
+    """(rows of a tile, are tiles listed by expert?) of the grouped expert products."""
+    slots = rows * top_k
+    if slots <= 1024:
+        return 8, False
+    return (64 if slots >= 32 * experts else 16), True
+
+
+def expert_launch(bm: int) -> tuple[int, int]:
+    """(warps, stages): never four warps, see kernels/product.py."""
+    return 2, 3
+
+
+def hyper_splits(width: int) -> int:
+    """Partial results of a site's projection along D: programs at one row. Part of the sum's order."""
+    return max(1, width // 64)
 
 
 def hyper(rows: int) -> tuple[int, int, int]:
@@ -37,3 +85,23 @@ def hyper(rows: int) -> tuple[int, int, int]:
 def row_warps(width: int) -> int:
     """Warps of a program that holds a whole row."""
     return max(1, min(8, width // 512))
+
+
+def attention(width: int, rows: int) -> tuple[int, int, int]:
+    """(channel pairs of a step of the scores, channel pairs of a slice of the values, warps).
+
+    The slice may follow the number of rows: channels don't meet.  The step and the warps may not.
+    """
+    half = width // 2
+    return min(64, half), min(half, 32 if rows < 128 else 64), 4
+
+
+SCORE_KEYS = 128  # index keys of one program
+
+
+def selection_chunk(rows: int) -> tuple[int, int]:
+    """(scores that one program reads at once, warps). Integers are counted: the chunk changes no result."""
+    chunk = 128
+    while chunk < 16384 and chunk < rows:
+        chunk *= 2
+    return chunk, max(1, min(16, chunk // 512))

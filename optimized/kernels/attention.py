@@ -1,0 +1,204 @@
+"""Sparse attention over packed window and selected rows, in two launches (optimized/ops/attention.py is the contract).
+
+    scores    one program a row and block of 64 list places: s = (q . kv) * scale, -inf where a place is absent
+    values    one program a row and slice of channels: the online softmax over the blocks in list order, bf16(p) V,
+              sink, division, inverse rotation
+
+Both read the packed rows themselves.  Channels are kept as (even, odd) halves from end to end: packed fp4 pairs need no
+interleaving, a product over channels is the sum of two, and the rotation of a pair is elementwise.  The order of every
+sum is that of the list and of the channels, whatever the number of rows or slices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optimized import tables
+from optimized.kernels.common import CT, INTERPRET, bf16_pair, e4m3_value, fp4_pairs, fp8_values, power, round_bf16
+
+
+@triton.jit
+def window_tile(codes, scales, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr):
+    """(even, odd) CT [L, PC] of fp8 rows at int16 / uint8 views of one buffer, pairs c0 .. c0 + PC."""
+    pair = c0 + tl.arange(0, PC)
+    width: tl.constexpr = C + C // 32
+    v = tl.load(codes + row[:, None] * (width // 2) + pair[None, :], mask=live[:, None], other=0)
+    G: tl.constexpr = PC // 16
+    g = c0 // 16 + tl.arange(0, G)
+    b = tl.load(scales + row[:, None] * width + C + g[None, :], mask=live[:, None], other=0)
+    s = tl.reshape(tl.broadcast_to(power(b, 0)[:, :, None], (L, G, 16)), (L, PC))
+    # an e4m3's 2^120 first: the scale alone may be too large to carry it
+    unit = power(tl.full((1, 1), 247, tl.int32), 0)
+    even = fp8_values((v & 0xFF).to(tl.uint8)) * unit * s
+    odd = fp8_values(((v >> 8) & 0xFF).to(tl.uint8)) * unit * s
+    return even, odd
+
+
+@triton.jit
+def latent_tile(codes, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr):
+    """(even, odd) CT [L, PC] of fp4 rows with one e4m3 scale for 16 channels."""
+    pair = c0 + tl.arange(0, PC)
+    width: tl.constexpr = C // 2 + C // 16
+    v = tl.load(codes + row[:, None] * width + pair[None, :], mask=live[:, None], other=0)
+    G: tl.constexpr = PC // 8
+    g = c0 // 8 + tl.arange(0, G)
+    b = tl.load(codes + row[:, None] * width + C // 2 + g[None, :], mask=live[:, None], other=0)
+    scale = e4m3_value(b.to(tl.int32)).to(CT)
+    s = tl.reshape(tl.broadcast_to(scale[:, :, None], (L, G, 8)), (L, PC))
+    low, high = fp4_pairs(v)
+    unit = power(tl.full((1, 1), 253, tl.int32), 0)
+    return low * unit * s, high * unit * s
+
+
+@triton.jit
+def block_rows(ring, step, from_step, live, sel, t, block, W: tl.constexpr, SEL: tl.constexpr, L: tl.constexpr):
+    """Where the places of a block lie: (ring row, step row, selected row, masks of the three)."""
+    place = block * L + tl.arange(0, L)
+    in_window = place < W
+    here = tl.load(live + t * W + place, mask=in_window, other=0) != 0
+    new = tl.load(from_step + t * W + place, mask=in_window, other=0) != 0
+    r = tl.load(ring + t * W + place, mask=in_window, other=0)
+    n = tl.load(step + t * W + place, mask=in_window, other=0)
+    chosen = (place >= W) & (place < W + SEL)
+    s = tl.load(sel + t * SEL + place - W, mask=chosen, other=-1)
+    return r, n, s, here & (new == 0), here & new, chosen & (s >= 0)
+
+
+@triton.jit
+def block_tile(
+    win_codes, win_scales, row_codes, row_scales, latent, r, n, s, in_ring, in_step, in_latent, block, c0,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
+):  # fmt: skip
+    even = tl.zeros((L, PC), CT)
+    odd = tl.zeros((L, PC), CT)
+    if block * L < W:
+        # a place is in the ring or in this step's rows, never in both: absent ones load zeros
+        even, odd = window_tile(win_codes, win_scales, r, in_ring, c0, C, L, PC)
+        e, o = window_tile(row_codes, row_scales, n, in_step, c0, C, L, PC)
+        even = tl.where(in_step[:, None], e, even)
+        odd = tl.where(in_step[:, None], o, odd)
+    if SEL > 0:
+        if block * L + L > W:
+            e, o = latent_tile(latent, s, in_latent, c0, C, L, PC)
+            even = tl.where(in_latent[:, None], e, even)
+            odd = tl.where(in_latent[:, None], o, odd)
+    return even, odd
+
+
+@triton.jit
+def scores_kernel(
+    score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, scale, H, blocks,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    r, n, s, in_ring, in_step, in_latent = block_rows(ring, step, from_step, live, sel, t, block, W, SEL, L)
+    head = tl.arange(0, HP)
+    acc = tl.zeros((HP, L), tl.float32)
+    for c0 in range(0, C // 2, PC):
+        pair = c0 + tl.arange(0, PC)
+        v = tl.load(q + (t * H + head[:, None]) * (C // 2) + pair[None, :], mask=(head < H)[:, None], other=0)
+        qe, qo = bf16_pair(v)
+        even, odd = block_tile(
+            win_codes, win_scales, row_codes, row_scales, latent, r, n, s, in_ring, in_step, in_latent, block, c0,
+            W, SEL, C, L, PC,
+        )  # fmt: skip
+        # torch: s = q @ kv.T * scale
+        acc = tl.dot(qe, tl.trans(even), acc, input_precision="ieee")
+        acc = tl.dot(qo, tl.trans(odd), acc, input_precision="ieee")
+    place = tl.arange(0, L)
+    value = tl.where((in_ring | in_step | in_latent)[None, :], acc * scale, float("-inf"))
+    at = ((t * blocks + block) * H + head[:, None]) * L + place[None, :]
+    tl.store(score + at, value, mask=(head < H)[:, None])
+
+
+@triton.jit
+def values_kernel(
+    o, sparse_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, sink, cos,
+    sin, H, blocks,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HP: tl.constexpr, L: tl.constexpr,
+    PC: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1).to(tl.int64)
+    c0 = tl.program_id(0) * PC
+    head = tl.arange(0, HP)
+    place = tl.arange(0, L)
+    best = tl.full((HP,), -1e30, tl.float32)
+    total = tl.zeros((HP,), tl.float32)
+    acc_e = tl.zeros((HP, PC), tl.float32)
+    acc_o = tl.zeros((HP, PC), tl.float32)
+    for block in range(0, blocks):
+        r, n, s, in_ring, in_step, in_latent = block_rows(ring, step, from_step, live, sel, t, block, W, SEL, L)
+        even, odd = block_tile(
+            win_codes, win_scales, row_codes, row_scales, latent, r, n, s, in_ring, in_step, in_latent, block, c0,
+            W, SEL, C, L, PC,
+        )  # fmt: skip
+        at = ((t * blocks + block) * H + head[:, None]) * L + place[None, :]
+        v = tl.load(score + at, mask=(head < H)[:, None], other=float("-inf"))
+        # torch: m' = maximum(m, s.amax(-1)); p = exp(s - m'); acc = acc * exp(m - m') + p.bfloat16() @ kv
+        higher = tl.maximum(best, tl.max(v, 1))
+        p = tl.exp(v - higher[:, None])
+        correction = tl.exp(best - higher)
+        total = total * correction + tl.sum(p, 1)
+        best = higher
+        if INTERPRET:
+            pb = round_bf16(p)
+        else:
+            pb = p.to(tl.bfloat16)
+        acc_e = tl.dot(pb, even, acc_e * correction[:, None], input_precision="ieee")
+        acc_o = tl.dot(pb, odd, acc_o * correction[:, None], input_precision="ieee")
+    total += tl.exp(tl.load(sink + head, mask=head < H, other=0.0) - best)
+    even_o = round_bf16(acc_e / total[:, None])
+    odd_o = round_bf16(acc_o / total[:, None])
+    at = (t * H + head[:, None]) * C + 2 * c0 + tl.arange(0, 2 * PC)[None, :]
+    ok = (head < H)[:, None]
+    whole = tl.reshape(tl.join(even_o, odd_o), (HP, 2 * PC))
+    tl.store(sparse_o + at, whole.to(tl.bfloat16), mask=ok)
+    # torch: o[..., -R:] = rotate(o[..., -R:], -p)
+    i = c0 + tl.arange(0, PC) - (C - R) // 2
+    turn = i >= 0
+    c = tl.load(cos + t * (R // 2) + i, mask=turn, other=1.0)[None, :]
+    s_ = -tl.load(sin + t * (R // 2) + i, mask=turn, other=0.0)[None, :]
+    a = tl.where(turn[None, :], round_bf16(even_o * c - odd_o * s_), even_o)
+    b = tl.where(turn[None, :], round_bf16(even_o * s_ + odd_o * c), odd_o)
+    whole = tl.reshape(tl.join(a, b), (HP, 2 * PC))
+    tl.store(o + at, whole.to(tl.bfloat16), mask=ok)
+
+
+BLOCK = 64
+
+
+def attention_scratch(T: int, H: int, places: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {"attention_score": ((T * triton.cdiv(places, BLOCK) * H * BLOCK,), torch.float32)}
+
+
+def sparse_attention(
+    o: Tensor, sparse_o: Tensor, q: Tensor, win_row: Tensor, window: Tensor, latent: Tensor | None, sel_row: Tensor | None,
+    attn_sink: Tensor, rows: Any, *, kind: int, rotary: int, scale: float, scratch: Any = None,
+) -> None:  # fmt: skip
+    T, H, C = q.shape
+    W = rows.window_live.shape[1]
+    SEL = 0 if latent is None or sel_row is None else sel_row.shape[1]
+    blocks = triton.cdiv(W + SEL, BLOCK)
+    (shape, dtype), = attention_scratch(T, H, W + SEL).values()
+    score = scratch["attention_score"] if scratch and "attention_score" in scratch else torch.empty(shape, dtype=dtype, device=q.device)
+    packed = (
+        window.view(torch.int16), window, win_row.view(torch.int16), win_row, window if latent is None else latent,
+        rows.window_ring, rows.window_step, rows.window_from_step, rows.window_live,
+        rows.window_ring if sel_row is None else sel_row,
+    )  # fmt: skip
+    hp = max(16, triton.next_power_of_2(H))
+    pc, slice_pairs, warps = tables.attention(C, T)
+    scores_kernel[(blocks, T)](
+        score, q.view(torch.int32), *packed, scale, H, blocks, W=W, SEL=SEL, C=C, HP=hp, L=BLOCK, PC=pc,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    values_kernel[(C // 2 // slice_pairs, T)](
+        o, sparse_o, score, *packed, attn_sink, rows.rope_cos[kind], rows.rope_sin[kind], H, blocks,
+        W=W, SEL=SEL, C=C, R=rotary, HP=hp, L=BLOCK, PC=slice_pairs, num_warps=warps, num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""Hyper-connections in two launches a site (optimized/ops/hyper.py is the contract).
+
+    expand + mix    h'_k = bf16(sum_j comb_(jk) h_j + post_k y);  partial m = flat(h') W_fn^T and sum of squares, a slice of D each
+    collapse        one program a row: coefficients and Sinkhorn;  another: collapse with the delayed pre, RMSNorm, Q8
+
+W_fn is float32: inside the kernel every weight is split into three bf16 summands (8 + 8 + 8 bits of mantissa), so that the matrix
+unit multiplies exactly and adds in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optimized import tables
+from optimized.kernels.common import CT, INTERPRET, q8_groups, round_bf16
+from optimized.kernels.product import words
+
+
+@triton.jit
+def expand_mix_kernel(
+    stream_out, mix, y, stream_in, post, comb, fn, T, D, splits, per_split,
+    N: tl.constexpr, EXPAND: tl.constexpr, MIX: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    split = tl.program_id(1)
+    t_ok = t < T
+    COLUMNS: tl.constexpr = (2 + N) * N
+    c = tl.arange(0, CP)
+    acc = tl.zeros((CP, BM), tl.float32)
+    squares = tl.zeros((BM,), tl.float32)
+    for begin in range(split * per_split, tl.minimum((split + 1) * per_split, D), BD):
+        d = begin + tl.arange(0, BD)
+        d_ok = (d < D) & (d < (split + 1) * per_split)
+        ok = d_ok[:, None] & t_ok[None, :]
+        if EXPAND:
+            yv = tl.load(y + t[None, :] * D + d[:, None], mask=ok, other=0.0).to(tl.float32)
+        for k in tl.static_range(N):
+            at = (t[None, :] * N + k) * D + d[:, None]
+            if EXPAND:
+                # torch: h'[k] = (comb.mT @ h)[k] + post[k] * y
+                h = tl.zeros((BD, BM), tl.float32)
+                for j in tl.static_range(N):
+                    weight = tl.load(comb + (t * N + j) * N + k, mask=t_ok, other=0.0)
+                    source = tl.load(stream_in + (t[None, :] * N + j) * D + d[:, None], mask=ok, other=0.0)
+                    h += weight[None, :] * source.to(tl.float32)
+                h += tl.load(post + t * N + k, mask=t_ok, other=0.0)[None, :] * yv
+                h = round_bf16(h)
+                tl.store(stream_out + at, h.to(tl.bfloat16), mask=ok)
+            else:
+                h = tl.load(stream_in + at, mask=ok, other=0.0).to(tl.float32)
+            if MIX:
+                # torch: m += h[k] @ fn[:, k].T
+                w = tl.load(fn + c[:, None] * (N * D) + (k * D + d)[None, :], mask=(c < COLUMNS)[:, None] & d_ok[None, :], other=0.0)
+                squares += tl.sum(h * h, 0)
+                hb = h.to(CT)
+                if INTERPRET:
+                    acc = tl.dot(w, hb, acc, input_precision="ieee")
+                else:
+                    high = w.to(tl.bfloat16)
+                    rest = w - high.to(tl.float32)
+                    middle = rest.to(tl.bfloat16)
+                    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+                    acc = tl.dot(low, hb, acc)
+                    acc = tl.dot(middle, hb, acc)
+                    acc = tl.dot(high, hb, acc)
+    if MIX:
+        at = (t * splits + split) * (COLUMNS + 1)
+        tl.store(mix + at[None, :] + c[:, None], acc, mask=(c < COLUMNS)[:, None] & t_ok[None, :])
+        tl.store(mix + at + COLUMNS, squares, mask=t_ok)
+
+
+@triton.jit
+def coefficients(pre, post, comb, mix, scale, base, t, splits, width, norm_eps, hc_eps, iters,
+                 N: tl.constexpr, SP: tl.constexpr):  # fmt: skip
+    COLUMNS: tl.constexpr = (2 + N) * N
+    s = tl.arange(0, SP)
+    n = tl.arange(0, N)
+    row = mix + (t * splits + s) * (COLUMNS + 1)
+    ok = s < splits
+    squares = tl.sum(tl.load(row + COLUMNS, mask=ok, other=0.0), 0)
+    inverse = 1.0 / tl.sqrt(squares / width + norm_eps)
+    m = tl.sum(tl.load(row[:, None] + n[None, :], mask=ok[:, None], other=0.0), 0) * inverse
+    # torch: pre = sigmoid(m * scale[0] + base) + eps; post = 2 sigmoid(m * scale[1] + base)
+    v = m * tl.load(scale) + tl.load(base + n)
+    tl.store(pre + t * N + n, 1.0 / (1.0 + tl.exp(-v)) + hc_eps)
+    m = tl.sum(tl.load(row[:, None] + N + n[None, :], mask=ok[:, None], other=0.0), 0) * inverse
+    v = m * tl.load(scale + 1) + tl.load(base + N + n)
+    tl.store(post + t * N + n, 2.0 / (1.0 + tl.exp(-v)))
+    square = n[:, None] * N + n[None, :]
+    at = row[:, None, None] + 2 * N + square[None, :, :]
+    m = tl.sum(tl.load(at, mask=ok[:, None, None], other=0.0), 0) * inverse
+    c = m * tl.load(scale + 2) + tl.load(base + 2 * N + square)
+    # torch: c = softmax(c, -1) + eps; c /= c.sum(0) + eps; (iters - 1) times: rows, columns
+    c = tl.exp(c - tl.max(c, 1)[:, None])
+    c = c / tl.sum(c, 1)[:, None] + hc_eps
+    c = c / (tl.sum(c, 0) + hc_eps)[None, :]
+    for _ in range(iters - 1):
+        c = c / (tl.sum(c, 1) + hc_eps)[:, None]
+        c = c / (tl.sum(c, 0) + hc_eps)[None, :]
+    tl.store(comb + t * N * N + square, c)
+
+
+@triton.jit
+def store_q8(xq, xs, v, row, width, BD: tl.constexpr, QDQ: tl.constexpr):
+    """Q8 of one row's values v f32 [BD] (zero beyond width) at xq[row], xs[row]."""
+    d = tl.arange(0, BD)
+    code, byte, value = q8_groups(tl.reshape(v, (1, BD // 32, 32)), 2)
+    if QDQ:
+        tl.store(xq + row * width + d, tl.reshape(value, (BD,)).to(tl.bfloat16), mask=d < width)
+    else:
+        g = tl.arange(0, BD // 32)
+        tl.store(xq + row * width + d, tl.reshape(code, (BD,)).to(tl.uint8), mask=d < width)
+        tl.store(xs + row * (width // 32) + g, tl.reshape(byte, (BD // 32,)).to(tl.uint8), mask=g < width // 32)
+
+
+@triton.jit
+def collapse_row(stream, pre_in, t, D, N: tl.constexpr, BD: tl.constexpr):
+    """bf16(sum_c pre[c] h[c]) of row t, as f32 [BD]."""
+    d = tl.arange(0, BD)
+    u = tl.zeros((BD,), tl.float32)
+    for j in tl.static_range(N):
+        h = tl.load(stream + (t * N + j) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        u += tl.load(pre_in + t * N + j) * h
+    return round_bf16(u)
+
+
+@triton.jit
+def norm_row(u, weight, width, eps, BD: tl.constexpr):
+    """bf16(w * (u * rsqrt(mean(u^2) + eps))), as f32 [BD]."""
+    d = tl.arange(0, BD)
+    w = tl.load(weight + d, mask=d < width, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(u * u, 0) / width + eps)
+    return round_bf16(w * (u * inverse))
+
+
+@triton.jit
+def collapse_kernel(
+    pre, post, comb, x, xq, xs, mix, stream, pre_in, scale, base, norm, D, splits, norm_eps, hc_eps, iters,
+    N: tl.constexpr, SP: tl.constexpr, BD: tl.constexpr, QDQ: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        coefficients(pre, post, comb, mix, scale, base, t, splits, N * D, norm_eps, hc_eps, iters, N, SP)
+    else:
+        d = tl.arange(0, BD)
+        v = norm_row(collapse_row(stream, pre_in, t, D, N, BD), norm, D, norm_eps, BD)
+        tl.store(x + t * D + d, v.to(tl.bfloat16), mask=d < D)
+        store_q8(xq, xs, v, t, D, BD, QDQ)
+
+
+@triton.jit
+def final_kernel(collapsed, normed, stream, pre_in, norm, D, norm_eps, N: tl.constexpr, BD: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    u = collapse_row(stream, pre_in, t, D, N, BD)
+    tl.store(collapsed + t * D + d, u.to(tl.bfloat16), mask=d < D)
+    tl.store(normed + t * D + d, norm_row(u, norm, D, norm_eps, BD).to(tl.bfloat16), mask=d < D)
+
+
+def _expand_mix(
+    stream_out: Tensor | None, mix: Tensor | None, y: Tensor | None, stream_in: Tensor, post: Tensor | None,
+    comb: Tensor | None, fn: Any,
+) -> None:  # fmt: skip
+    T, N, D = stream_in.shape
+    splits = tables.hyper_splits(D) if mix is None else mix.shape[1]
+    bm, bd, warps = tables.hyper(T)
+    per_split = triton.cdiv(triton.cdiv(D, splits), bd) * bd
+    codes = stream_in if fn is None else fn.codes
+    some = stream_in
+    expand_mix_kernel[(triton.cdiv(T, bm), splits)](
+        some if stream_out is None else stream_out, some if mix is None else mix, some if y is None else y, stream_in,
+        some if post is None else post, some if comb is None else comb, codes, T, D, splits, per_split,
+        N=N, EXPAND=y is not None, MIX=mix is not None, BM=bm, BD=bd, CP=max(16, triton.next_power_of_2((2 + N) * N)),
+        num_warps=warps, num_stages=2,
+    )  # fmt: skip
+
+
+def hc_expand(stream_out: Tensor, y: Tensor, stream_in: Tensor, post: Tensor, comb: Tensor, *, scratch: Any = None) -> None:
+    _expand_mix(stream_out, None, y, stream_in, post, comb, None)
+
+
+def hc_mix(mix: Tensor, stream: Tensor, fn: Any, *, scratch: Any = None) -> None:
+    _expand_mix(None, mix, None, stream, None, None, fn)
+
+
+def hc_expand_mix(
+    stream_out: Tensor, mix: Tensor, y: Tensor, stream_in: Tensor, post: Tensor, comb: Tensor, fn: Any, *, scratch: Any = None
+) -> None:
+    _expand_mix(stream_out, mix, y, stream_in, post, comb, fn)
+
+
+def hc_collapse(
+    pre: Tensor, post: Tensor, comb: Tensor, x: Tensor, xq: Tensor, xs: Tensor, mix: Tensor, stream: Tensor,
+    pre_in: Tensor, site: Any, *, norm_eps: float, hc_eps: float, iters: int, scratch: Any = None,
+) -> None:  # fmt: skip
+    T, N, D = stream.shape
+    splits = mix.shape[1]
+    collapse_kernel[(T, 2)](
+        pre, post, comb, x, words(xq, False), xs, mix, stream, pre_in, site.scale, site.base, site.norm, D, splits,
+        norm_eps, hc_eps, iters, N=N, SP=triton.next_power_of_2(splits), BD=triton.next_power_of_2(D),
+        QDQ=xq.element_size() == 2, num_warps=tables.row_warps(D),
+    )  # fmt: skip
+
+
+def final_collapse(
+    collapsed: Tensor, normed: Tensor, stream: Tensor, pre_in: Tensor, norm: Tensor, *, norm_eps: float, scratch: Any = None
+) -> None:
+    T, N, D = stream.shape
+    final_kernel[(T,)](
+        collapsed, normed, stream, pre_in, norm, D, norm_eps, N=N, BD=triton.next_power_of_2(D), num_warps=tables.row_warps(D)
+    )
