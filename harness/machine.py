@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -421,10 +422,10 @@ def search_operations(ctx: CheckContext) -> CheckResult:
     """Search until the budget is spent or something is found; the finding holds the smallest list that
     shows it.
     """
-    rng = np.random.default_rng([ctx.seed, 20])
-    texts = [tuple(int(t) for t in rng.integers(0, ctx.config.vocab_size, TEXT_LENGTH)) for _ in range(TEXTS)]
     began = time.monotonic()
-    search = Search(ctx, texts, float("inf"))  # the first batch runs to its end, so that the paths are taken
+    search = Search(
+        ctx, draw_texts(ctx), float("inf")
+    )  # the first batch runs to its end, so that the paths are taken
     batch = 0
     while (batch == 0 or time.monotonic() < search.deadline) and not search.result.findings:
         search.fresh()
@@ -456,6 +457,28 @@ def _run_batch(search: Search, seed: int) -> None:
         if search.failure is None:  # hypothesis wraps what a second run of the example did not show again
             finding = crash_finding(CHECK_NAME, search.ctx, error)
             search.failure = Failure("CRASH", finding.message, {"details": finding.details})
+
+
+def draw_texts(ctx: CheckContext) -> list[tuple[int, ...]]:
+    """The texts of a seed."""
+    rng = np.random.default_rng([ctx.seed, 20])
+    return [tuple(int(t) for t in rng.integers(0, ctx.config.vocab_size, TEXT_LENGTH)) for _ in range(TEXTS)]
+
+
+def replay_operations(ctx: CheckContext, operations: list[Operation], finding: Finding) -> Finding | None:
+    """The finding as these operations show it now, by the oracles of the search; None when they are content."""
+    options = {
+        k: v for k, v in finding.engine_options.items() if k not in ctx.engine_options and k != "variant"
+    }
+    changed = replace(ctx, engine_factory=partial(ctx.engine_factory, **options)) if options else ctx
+    failure = failure_of(Search(changed, draw_texts(ctx), float("inf")), operations)
+    if failure is None:
+        return None
+    where = dict(failure.where)
+    details = {**finding.details, **where.pop("details", {})}
+    places = ("sequence", "position", "layer", "tap", "expected", "actual", "limit")
+    seen = {key: where.get(key) for key in places}
+    return replace(finding, message=failure.message, detector=failure.detector, details=details, **seen)
 
 
 def failure_of(search: Search, operations: list[Operation]) -> Failure | None:
