@@ -14,7 +14,11 @@ from torch import Tensor
 from reference.config import V41Config
 from reference.rotary import layer_frequencies
 
-RECIPROCAL_448 = torch.tensor(1 / 448, dtype=torch.float32).item()
+# constants as tensors: a Python number costs a conversion at every call
+RECIPROCAL_448 = torch.tensor(1 / 448, dtype=torch.float32)
+_INFINITY_BITS = torch.tensor(0x7F800000, dtype=torch.int32)
+_MANTISSA = torch.tensor(0x7FFFFF, dtype=torch.int32)
+_MANTISSA_BITS = torch.tensor(23, dtype=torch.int32)
 
 # --- addresses -----------------------------------------------------------------------------------------------------
 
@@ -214,22 +218,23 @@ def ngram_blocked(absent: Tensor) -> Tensor:
 
 def encode_e8m0(scale: Tensor) -> Tensor:
     """Exponent bytes of float32 powers of two, as int32 0..255; 255 for an infinity (decodes to NaN)."""
-    return scale.view(torch.int32) >> 23
+    return scale.view(torch.int32) >> _MANTISSA_BITS
 
 
 def decode_e8m0(exponent: Tensor) -> Tensor:
     """Powers of two of e8m0 bytes, float32; NaN for 255."""
-    return exponent.view(torch.uint8).view(torch.float8_e8m0fnu).to(torch.float32)
+    return exponent.view(torch.float8_e8m0fnu).float()
 
 
 def fp8_scale(amax: Tensor) -> Tensor:
-    """Q8's scale of group maxima (floored, float32): the smallest power of two >= amax * fp32(1/448); infinity if not finite."""
-    return power_of_two_ceil(amax * RECIPROCAL_448)
+    """Q8's scale of group maxima (floored, float32, overwritten): the smallest power of two >= amax * fp32(1/448)."""
+    return power_of_two_ceil(amax.mul_(RECIPROCAL_448))
 
 
 def power_of_two_ceil(v: Tensor) -> Tensor:
-    """Overwrites v > 0, float32: on its bits, the exponent plus one if the mantissa isn't zero; NaN -> infinity."""
-    return v.view(torch.int32).clamp_(max=0x7F800000).add_(0x7FFFFF).bitwise_and_(0x7F800000).view(torch.float32)
+    """Overwrites v > 0, float32: on its bits, the exponent plus one if the mantissa isn't zero; infinity if v isn't finite."""
+    bits = v.view(torch.int32).clamp_max_(_INFINITY_BITS)
+    return bits.add_(_MANTISSA).bitwise_and_(_INFINITY_BITS).view(torch.float32)
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -237,12 +242,13 @@ def mean_square(x: Tensor) -> Tensor:
     return x.square().mean(-1, keepdim=True)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, site: str) -> Tensor:
-    """x float32 [..., R]: adjacent pairs as complex numbers times (cos, sin). site: q | window | latent | index_q | index_k |
-    out (whose sin is negated already)."""
-    pairs = x.unflatten(-1, (-1, 2))
-    re, im = pairs[..., 0], pairs[..., 1]
-    return torch.stack((re * cos - im * sin, re * sin + im * cos), dim=-1).flatten(-2)
+def rotate(x: Tensor, turn: Tensor, site: str) -> Tensor:
+    """x float32 [..., R]: adjacent pairs as complex numbers times turn complex64 [..., R/2] = cos + i sin.
+
+    site: q | window | latent | index_q | index_k | out (whose turn is the conjugate already).
+    """
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turn).flatten(-2)
 
 
 def expand(y: Tensor, stream: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -259,8 +265,7 @@ def pre_used(delayed: Tensor, own: Tensor) -> Tensor:
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """logits [T, N, N] -> row softmax + eps, a column step, then (iters - 1) times row and column."""
     c = torch.softmax(logits, dim=-1).add_(eps)
-    n = c.shape[-1]
-    ones = c.new_ones((1, n, n)).expand(c.shape)
+    ones = torch.ones_like(c)
     start = c.new_full((1, 1, 1), eps)
     total = torch.empty_like(c)
     # a product with ones = a row's (or column's) sum in each of its places, eps added in the same call

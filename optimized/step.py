@@ -105,6 +105,7 @@ class Rows:
     context: int  # S tokens
     rope_cos: Tensor  # f32 [kinds, T, R/2]
     rope_sin: Tensor
+    turn: Tensor  # complex64 [2, kinds, T, R/2] cos + i sin, and its conjugate
     window_position: Tensor  # i64 [T, W] oldest first, -1 absent
     window_live: Tensor  # bool [T, W]
     window_from_step: Tensor  # bool [T, W]
@@ -126,10 +127,17 @@ class Rows:
     first_rows: Tensor = field(init=False)
     ends: Tensor = field(init=False)
     image_mask: Tensor = field(init=False)
+    # (kind, dimensions of the rotated tensor, inverse) -> complex64 [T, (1,) R/2], views of `turn`
+    turns: dict[tuple[int, int, bool], Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         for name, column in zip(COLUMNS, self.table, strict=True):
             setattr(self, name, column)
+        self.turns = {}
+        for kind in range(self.turn.shape[1]):
+            for inverse in (False, True):
+                flat = self.turn[int(inverse), kind]
+                self.turns[kind, 2, inverse], self.turns[kind, 3, inverse] = flat, flat.unsqueeze(1)
 
     @property
     def n_rows(self) -> int:
@@ -195,6 +203,7 @@ def make_rows(config: V41Config, pool: StatePool, n_rows: int, context: int, *, 
         context=context,
         rope_cos=torch.zeros((kinds, t, half), device=device),
         rope_sin=torch.zeros((kinds, t, half), device=device),
+        turn=torch.zeros((2, kinds, t, half), dtype=torch.complex64, device=device),
         window_position=ints(t, w),
         window_live=bools(t, w),
         window_from_step=bools(t, w),

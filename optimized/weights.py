@@ -2,8 +2,9 @@
 
     Weight.codes, Weight.scale   what a kernel reads: fp8 e4m3 + one e8m0 byte a 32x32 tile, fp4 pairs + one e8m0 byte for a row
                                  and 32 columns, bf16, or fp32
-    Weight.dense                 float64 [.., K, N'] for the plain-torch ops: decoding is exact, and a product accumulated in
-                                 float64 and rounded once depends on no order.  N' = N rounded up to 8: a row of the
+    Weight.dense                 float64 [E or 1, K, N'] for the plain-torch ops: decoding is exact, and a product accumulated in
+                                 float64 and rounded once depends on no order.  A single matrix has a leading 1.
+                                 N' = N rounded up to 8: a row of the
                                  product then starts at a 64-byte boundary whatever its index, which keeps its bits
 
 `wqa_kv` joins wq_a and wkv (both read the attention input), `kv_gate` joins compressor.wkv and wgate, `w13` joins w1 and w3.
@@ -81,7 +82,7 @@ def stack(weights: Sequence[Weight]) -> Weight:
         first.kind,
         torch.stack([_bytes(w.codes) for w in weights]).view(first.codes.dtype),
         None if first.scale is None else torch.stack([w.scale for w in weights if w.scale is not None]),
-        None if first.dense is None else torch.stack([w.dense for w in weights if w.dense is not None]),
+        None if first.dense is None else torch.cat([w.dense for w in weights if w.dense is not None]),
         first.shape,
     )
 
@@ -92,7 +93,7 @@ def copy_row(bank: Weight, row: int, source: Weight) -> None:
     if bank.scale is not None and source.scale is not None:
         bank.scale[row].copy_(source.scale)
     if bank.dense is not None and source.dense is not None:
-        bank.dense[row].copy_(source.dense)
+        bank.dense[row].copy_(source.dense[0])
 
 
 def decoded(kind: str, codes: Tensor, scale: Tensor | None) -> Tensor:
@@ -115,21 +116,25 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _aligned(values: Tensor) -> Tensor:
-    """[N, K] -> [K, N'] with zero columns at the end."""
+    """[N, K] -> [1, K, N'] with zero columns at the end."""
     n, k = values.shape
-    out = values.new_zeros((k, -(-n // ALIGNED) * ALIGNED))
-    out[:, :n] = values.T
+    out = values.new_zeros((1, k, -(-n // ALIGNED) * ALIGNED))
+    out[0, :, :n] = values.T
     return out
 
 
 @dataclass(frozen=True)
 class Site:
-    """One hyper-connection site, fp32: fn [(2+N)N, N*D], scale [3], base [(2+N)N], and the norm behind its collapse [D]."""
+    """One hyper-connection site, fp32: fn [(2+N)N, N*D], scale [3], base [(2+N)N], and the norm behind its collapse [D].
+
+    column_scale [(2+N)N]: the scale of each of fn's rows.
+    """
 
     fn: Weight
     scale: Tensor
     base: Tensor
     norm: Tensor
+    column_scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,10 @@ def load_layer(
 def _site(weights: Weights, site: str, norm: str, device: torch.device, dense: bool) -> Site:
     fn = Linear(weights[f"{site}_fn"], None, "fp32")
     scale, base = (weights[f"{site}_{n}"].float().to(device) for n in ("scale", "base"))
-    return Site(pack(fn, device, dense=dense), scale, base, weights[f"{norm}.weight"].to(device))
+    streams = weights.config.hc_mult
+    counts = torch.tensor((streams, streams, streams * streams), device=device)
+    column_scale = scale.repeat_interleave(counts)
+    return Site(pack(fn, device, dense=dense), scale, base, weights[f"{norm}.weight"].to(device), column_scale)
 
 
 def _attention(

@@ -16,7 +16,7 @@ from optimized.step import Rows, make_rows
 from optimized.state_pool import StatePool
 from reference.config import V41Config
 
-BF16, F32, I64, U8, FP8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.float8_e4m3fn
+BF16, F32, I64, U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -30,8 +30,8 @@ class Workspace:
     post: Tensor  # f32 [T, N]
     comb: Tensor  # f32 [T, N, N]
     x: Tensor  # bf16 [T, D] a sublayer's input
-    xq: Tensor  # e4m3 (or bf16 values) [T, D]
-    xs: Tensor  # u8 [T, D/32]
+    xq: Tensor  # bf16 [T, D] Q8(x) as values: code * scale fits bf16 exactly
+    xs: Tensor  # u8 [T, D/32] the scale bytes, of use where xq holds codes
     qkv: Tensor  # bf16 [T, q_lora + C]
     qr: Tensor  # bf16 [T, q_lora]
     qr_q: Tensor
@@ -125,9 +125,8 @@ def make_workspace(
     scratch: Shapes | None = None,
     plain: bool = True,
 ) -> Workspace:
-    """splits: partial results of hc_mix.  plain: for the plain-torch ops, with every context row's address and quantised
-    activations as fp8 codes; kernels walk the page table and take the quantised values in bf16, which holds them exactly."""
-    fp8 = FP8 if plain else BF16
+    """splits: partial results of hc_mix.  plain: for the plain-torch ops, with every context row's address; kernels walk the
+    page table."""
     device, t, c = pool.device, n_rows, config
     n, d, width, heads = c.hc_mult, c.hidden_size, c.head_dim, c.num_attention_heads
     low, grouped = c.q_lora_rank, c.o_groups * c.o_lora_rank
@@ -148,11 +147,11 @@ def make_workspace(
         post=new(F32, t, n),
         comb=new(F32, t, n, n),
         x=new(BF16, t, d),
-        xq=new(fp8, t, d),
+        xq=new(BF16, t, d),
         xs=new(U8, t, d // 32),
         qkv=new(BF16, t, low + width),
         qr=new(BF16, t, low),
-        qr_q=new(fp8, t, low),
+        qr_q=new(BF16, t, low),
         qr_s=new(U8, t, low // 32),
         win_row=new(U8, t, width + width // 32),
         q=new(BF16, t, heads, width),
@@ -172,7 +171,7 @@ def make_workspace(
         sparse_o=new(BF16, t, heads, width),
         o=new(BF16, t, heads, width),
         u=new(BF16, t, grouped),
-        uq=new(fp8, t, grouped),
+        uq=new(BF16, t, grouped),
         us=new(U8, t, grouped // 32),
         attn_out=new(BF16, t, d),
         route_logits=new(F32, t, c.n_routed_experts),
@@ -181,14 +180,14 @@ def make_workspace(
         next_idx=new(I64, t, k),
         next_w=new(F32, t, k),
         h=new(BF16, t, k + 1, inner),
-        hq=new(fp8, t, k + 1, inner),
+        hq=new(BF16, t, k + 1, inner),
         hs=new(U8, t, k + 1, inner // 32),
         ye=new(BF16, t, k + 1, d),
         ffn_out=new(BF16, t, d),
         hashes=new(I64, t, orders, columns),
         ngram_row=new(torch.int32, t),
         engram_x=new(BF16, t, engram_width),
-        engram_xq=new(fp8, t, engram_width),
+        engram_xq=new(BF16, t, engram_width),
         engram_xs=new(U8, t, engram_width // 32),
         engram_kv=new(BF16, t, (n + 1) * d if columns else 0),
         engram_gate=new(F32, t, n),

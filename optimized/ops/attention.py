@@ -47,13 +47,14 @@ def sparse_attention(
     if latent is not None and sel_row is not None:
         kv = torch.cat((kv, _selected_rows(latent, sel_row, q.shape[2])), dim=1)
         live = torch.cat((live, sel_row >= 0), dim=1)
-    padding = -kv.shape[1] % ALIGNED
-    if padding:
+    padding = -kv.shape[1] % ALIGNED if q.shape[1] % ALIGNED else 0
+    if padding and (q.shape[1] * kv.shape[1]) % ALIGNED:
         kv = torch.nn.functional.pad(kv, (0, 0, 0, padding))
         live = torch.nn.functional.pad(live, (0, padding))
+    absent = ~live
     # the content of an absent place is never used, not even as 0 * NaN
-    kv = kv.masked_fill_(~live.unsqueeze(-1), 0).to(torch.float64)
-    _attend(sparse_o, q.to(torch.float64), kv, live.unsqueeze(1), attn_sink, scale)
+    kv = kv.masked_fill_(absent.unsqueeze(-1), 0).double()
+    _attend(sparse_o, q.double(), kv, absent.unsqueeze(1), attn_sink, scale)
     o.copy_(sparse_o)
     rotate(o, sparse_o, rows, "out", kind=kind, rotary=rotary)
 
@@ -64,37 +65,37 @@ def _window_rows(win_row: Tensor, window: Tensor, rows: Rows, width: int) -> tup
     packed = window.index_select(0, rows.window_ring.view(-1))
     new = win_row.index_select(0, rows.window_step.view(-1))
     packed = torch.where(rows.window_from_step.view(-1, 1), new, packed)
-    values = decode_q8(packed[:, :width].view(FP8), packed[:, width:])
+    values = decode_q8(packed.narrow(1, 0, width).view(FP8), packed.narrow(1, width, packed.shape[1] - width))
     return values.view(t, w, width), rows.window_live
 
 
 def _selected_rows(latent: Tensor, sel_row: Tensor, width: int) -> Tensor:
     """float32 [T, topk, C]; what stands at an absent place is rubbish."""
-    packed = latent.index_select(0, sel_row.clamp(min=0).view(-1))
+    packed = latent.index_select(0, sel_row.clamp_min(0).view(-1))
     half = width // 2
-    return decode_q4c(packed[:, :half], packed[:, half:]).view(*sel_row.shape, width)
+    values = decode_q4c(packed.narrow(1, 0, half), packed.narrow(1, half, packed.shape[1] - half))
+    return values.view(*sel_row.shape, width)
 
 
-def _attend(out: Tensor, q: Tensor, kv: Tensor, live: Tensor, sink: Tensor, scale: float) -> None:
-    """out bf16 [T, H, C] <- q float64 [T, H, C], kv float64 [T, L, C], live bool [T, 1, L]."""
-    t, heads, width = q.shape
-    maximum = torch.full((t, heads, 1), INITIAL_MAXIMUM, device=q.device)
-    denominator = accumulator = None
+def _attend(out: Tensor, q: Tensor, kv: Tensor, absent: Tensor, sink: Tensor, scale: float) -> None:
+    """out bf16 [T, H, C] <- q float64 [T, H, C], kv float64 [T, L, C], absent bool [T, 1, L]."""
+    maximum = denominator = accumulator = None
     for begin in range(0, kv.shape[1], BLOCK):
-        block = kv[:, begin : begin + BLOCK]
-        scores = torch.bmm(q, block.mT).to(torch.float32).mul_(scale)
-        scores.masked_fill_(~live[:, :, begin : begin + BLOCK], -torch.inf)
-        higher = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-        p = (scores - higher).exp_()
-        value = torch.bmm(p.to(torch.bfloat16).to(torch.float64), block).to(torch.float32)
+        size = min(BLOCK, kv.shape[1] - begin)
+        block, gone = kv, absent
+        if size < kv.shape[1]:
+            block, gone = kv.narrow(1, begin, size), absent.narrow(2, begin, size)
+        scores = torch.bmm(q, block.mT).float().mul_(scale).masked_fill_(gone, -torch.inf)
+        higher = scores.amax(-1, keepdim=True).clamp_min_(INITIAL_MAXIMUM)
+        if maximum is not None:
+            higher = torch.maximum(maximum, higher)
+        p = scores.sub_(higher).exp_()
+        value = torch.bmm(p.bfloat16().double(), block).float()
         total = p.sum(-1, keepdim=True)
-        if accumulator is None or denominator is None:
-            denominator, accumulator = total, value
-        else:
+        if maximum is not None and denominator is not None and accumulator is not None:
             correction = (maximum - higher).exp_()
-            denominator = denominator.mul_(correction).add_(total)
-            accumulator = accumulator.mul_(correction).add_(value)
-        maximum = higher
-    assert denominator is not None and accumulator is not None
-    denominator = denominator + (sink.unsqueeze(-1) - maximum).exp_()
+            total, value = denominator.mul_(correction).add_(total), accumulator.mul_(correction).add_(value)
+        maximum, denominator, accumulator = higher, total, value
+    assert maximum is not None and denominator is not None and accumulator is not None
+    denominator.add_((sink.unsqueeze(-1) - maximum).exp_())
     out.copy_(accumulator.div_(denominator))

@@ -23,6 +23,9 @@ from optimized.ops.quantise import q8
 from optimized.weights import Site, Weight
 
 
+_ONE = torch.tensor(1.0)
+
+
 def hc_expand(
     stream_out: Tensor, y: Tensor, stream_in: Tensor, post: Tensor, comb: Tensor, *, scratch: Any = None
 ) -> None:
@@ -39,8 +42,10 @@ def hc_mix(mix: Tensor, stream: Tensor, fn: Weight, *, scratch: Any = None) -> N
     flat = stream.flatten(1)
     if mix.shape[1] > 1:
         mix.zero_()
-    mix[:, 0, :-1] = row_products(flat.to(torch.float64), fn.dense, fn.shape[0])
-    mix[:, 0, -1] = flat.float().square_().sum(-1)
+    first = mix.select(1, 0)
+    columns = fn.shape[0]
+    first.narrow(1, 0, columns).copy_(row_products(flat.double(), fn.dense, columns))
+    torch.sum(flat.float().square_(), -1, keepdim=True, out=first.narrow(1, columns, 1))
 
 
 def hc_expand_mix(
@@ -81,16 +86,15 @@ def hc_collapse(
     pre_in is the pre of the sublayer before; pre, this site's own, must be another buffer.
     """
     t, n, width = stream.shape
-    mix = mix[:, 0] if mix.shape[1] == 1 else mix.sum(1)
-    inverse = mix[:, -1:].div(n * width).add_(norm_eps).rsqrt_()
-    m = mix[:, :-1] * inverse
-    m_pre, m_post, m_comb = m[:, :n], m[:, n : 2 * n], m[:, 2 * n :]
-    base_pre, base_post, base_comb = site.base[:n], site.base[n : 2 * n], site.base[2 * n :]
-    torch.add(sigmoid(m_pre * site.scale[0] + base_pre), hc_eps, out=pre)
-    torch.mul(sigmoid(m_post * site.scale[1] + base_post), 2, out=post)
-    comb.copy_(seams.sinkhorn((m_comb * site.scale[2] + base_comb).view(t, n, n), iters, hc_eps))
-    collapsed = collapse(stream, seams.pre_used(pre_in, pre))
-    x.copy_(rms_norm(collapsed, site.norm, norm_eps))
+    mix = mix.select(1, 0) if mix.shape[1] == 1 else mix.sum(1)
+    columns = (2 + n) * n
+    inverse = mix.narrow(1, columns, 1).div(n * width).add_(norm_eps).rsqrt_()
+    m = mix.narrow(1, 0, columns).mul(inverse).mul_(site.column_scale).add_(site.base)
+    gates = sigmoid(m.narrow(1, 0, 2 * n))
+    torch.add(gates.narrow(1, 0, n), hc_eps, out=pre)
+    torch.mul(gates.narrow(1, n, n), 2, out=post)
+    comb.copy_(seams.sinkhorn(m.narrow(1, 2 * n, n * n).view(t, n, n), iters, hc_eps))
+    x.copy_(rms_norm(collapse(stream, seams.pre_used(pre_in, pre)), site.norm, norm_eps))
     q8(xq, xs, x.float())
 
 
@@ -112,9 +116,9 @@ def final_collapse(
 
 def collapse(stream: Tensor, weights: Tensor) -> Tensor:
     """[T, D] float32 holding bf16 values."""
-    return (weights.unsqueeze(-1) * stream).sum(1).to(torch.bfloat16).to(torch.float32)
+    return (weights.unsqueeze(-1) * stream).sum(1).bfloat16().float()
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)): torch.sigmoid's last bit depends on an element's place in the tensor."""
-    return x.neg().exp_().add_(1).reciprocal_()
+    return x.neg().exp_().add_(_ONE).reciprocal_()

@@ -50,8 +50,8 @@ def index_scores(
     packed = keys.index_select(0, plan.index_address.view(-1))
     key = decode_q4i(packed[:, :half], packed[:, half:]).view(*plan.index_address.shape, -1)
     # products of fp4 values and powers of two: exact in float64 in any order
-    dot = torch.bmm(decode_q4i(iq, iq_s).to(torch.float64), key.to(torch.float64).mT).to(torch.bfloat16)  # [T, Hi, S]
-    weighted = (seams.score_activation(dot.float()) * index_w.float().unsqueeze(-1)).to(torch.bfloat16)
+    dot = torch.bmm(decode_q4i(iq, iq_s).double(), key.double().mT).float().bfloat16()  # [T, Hi, S]
+    weighted = (seams.score_activation(dot.float()) * index_w.float().unsqueeze(-1)).bfloat16()
     score.copy_(seams.masked_scores(weighted.float().sum(1), plan.visible))
 
 

@@ -68,15 +68,19 @@ def expert_up(
 ) -> None:
     """h bf16 [T, K+1, F], its Q8 <- x bf16 [T, D], (xq, xs), moe_idx, moe_w, w13 bank [E, 2F, D], shared_w13 [2F, D]."""
     t, k = moe_idx.shape
-    routed = _bank_products(operand(x, xq, xs, w13).repeat_interleave(k, dim=0), moe_idx, w13, expert_slots)
     assert shared_w13.dense is not None
-    shared = row_products(operand(x, xq, xs, shared_w13), shared_w13.dense, shared_w13.shape[0])
-    both = torch.cat((routed.view(t, k, -1), shared.unsqueeze(1)), dim=1).to(torch.bfloat16).to(torch.float32)
+    rows_in = operand(x, xq, xs, w13)
+    again = rows_in.unsqueeze(1).expand(t, k, -1).reshape(t * k, -1)
+    routed = _bank_products(again, moe_idx, w13, expert_slots)
+    if w13.quantized != shared_w13.quantized:
+        rows_in = operand(x, xq, xs, shared_w13)
+    shared = row_products(rows_in, shared_w13.dense, shared_w13.shape[0])
+    both = torch.cat((routed.view(t, k, -1), shared.unsqueeze(1)), dim=1).float().bfloat16().float()
     g, u = both.chunk(2, dim=-1)
     if limit > 0:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)  # the gate from above only
-    z = g * sigmoid(g) * u
-    z[:, :k] *= moe_w.unsqueeze(-1)
+    z = (g * sigmoid(g)).mul_(u)
+    z.narrow(1, 0, k).mul_(moe_w.unsqueeze(-1))
     _keep_absent(z[:, :k], h[:, :k], moe_idx, expert_slots)
     h.copy_(z)
     q8(hq, hs, h.float())
@@ -96,12 +100,15 @@ def expert_down(
 ) -> None:
     """ye bf16 [T, K+1, D] <- h and its Q8 [T, K+1, F], w2 bank [E, D, F], shared_w2 [D, F]."""
     k = moe_idx.shape[1]
-    x = operand(h[:, :k], hq[:, :k], hs[:, :k], w2).flatten(0, 1)
-    y = _bank_products(x, moe_idx, w2, expert_slots).view(-1, k, ye.shape[2])
-    _keep_absent(y, ye[:, :k], moe_idx, expert_slots)
-    ye[:, :k] = y
     assert shared_w2.dense is not None
-    ye[:, k] = row_products(operand(h[:, k], hq[:, k], hs[:, k], shared_w2), shared_w2.dense, shared_w2.shape[0])
+    x = operand(h, hq, hs, w2)  # [T, K+1, F]
+    y = _bank_products(x.narrow(1, 0, k).flatten(0, 1), moe_idx, w2, expert_slots).view(-1, k, ye.shape[2])
+    routed = ye.narrow(1, 0, k)
+    _keep_absent(y, routed, moe_idx, expert_slots)
+    routed.copy_(y)
+    if w2.quantized != shared_w2.quantized:
+        x = operand(h, hq, hs, shared_w2)
+    ye.select(1, k).copy_(row_products(x.select(1, k), shared_w2.dense, shared_w2.shape[0]))
 
 
 def moe_combine(out: Tensor, ye: Tensor, moe_idx: Tensor, *, scratch: Any = None) -> None:
@@ -127,11 +134,11 @@ def _keep_absent(new: Tensor, old: Tensor, moe_idx: Tensor, expert_slots: Tensor
     """new [T, K, width] <- old at the places whose expert the bank doesn't hold."""
     if expert_slots is not None:
         absent = expert_slots.index_select(0, moe_idx.reshape(-1)).view(moe_idx.shape) < 0
-        new.copy_(torch.where(absent.unsqueeze(-1), old.float(), new))
+        new.copy_(torch.where(absent.unsqueeze(-1), old.to(new.dtype), new))
 
 
 def _bank_products(x: Tensor, moe_idx: Tensor, bank: Weight, expert_slots: Tensor | None) -> Tensor:
-    """x float64 [T * K, in] times each row's own expert -> float32 [T * K, out]."""
+    """x float64 [T * K, in] times each row's own expert -> float64 [T * K, out]."""
     assert bank.dense is not None
     ids = moe_idx.reshape(-1)
     if expert_slots is not None:

@@ -18,8 +18,7 @@ from optimized.weights import Weight
 def grouped_out(u: Tensor, uq: Tensor, us: Tensor, o: Tensor, wo_a: Weight, *, scratch: Any = None) -> None:
     """u bf16 [T, G * o_lora] and its Q8 <- o bf16 [T, H, C], wo_a a bank [G, o_lora, heads a group * C]."""
     assert wo_a.dense is not None
-    t, groups = o.shape[0], wo_a.dense.shape[0]
-    x = o.reshape(t * groups, -1).to(torch.float64)
-    matrix = wo_a.dense.unsqueeze(0).expand(t, -1, -1, -1).reshape(t * groups, *wo_a.dense.shape[1:])
-    u.copy_(row_products(x, matrix, wo_a.shape[0]).view(t, -1))
+    x = o.view(o.shape[0], wo_a.dense.shape[0], -1).double()
+    parts = [row_products(x.select(1, g), wo_a.dense.narrow(0, g, 1), wo_a.shape[0]) for g in range(x.shape[1])]
+    u.copy_(torch.cat(parts, dim=1))
     q8(uq, us, u.float())

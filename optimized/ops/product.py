@@ -26,16 +26,17 @@ def operand(x: Tensor | None, xq: Tensor | None, xs: Tensor | None, w: Weight) -
     """The activation rows as the product reads them: float64 [..., K]."""
     if w.quantized:
         assert xq is not None and xs is not None
-        return decode_q8(xq, xs, torch.float64)
+        return xq.double() if xq.dtype is torch.bfloat16 else decode_q8(xq, xs).double()
     assert x is not None
-    return x.to(torch.float64)
+    return x.double()
 
 
 def row_products(x: Tensor, dense: Tensor, n: int) -> Tensor:
-    """x float64 [B, K], dense float64 [K, N'] or [B, K, N'] -> float32 [B, N]: one product a row, whatever B is."""
-    matrix = dense if dense.dim() == 3 else dense.unsqueeze(0).expand(x.shape[0], -1, -1)
+    """x float64 [B, K], dense float64 [1 or B, K, N'] -> float64 [B, N]: one product a row, whatever B is."""
+    rows = x.shape[0]
+    matrix = dense if dense.shape[0] == rows else dense.expand(rows, -1, -1)
     y = torch.bmm(x.unsqueeze(1), matrix).squeeze(1)
-    return (y if y.shape[1] == n else y[:, :n]).to(torch.float32)
+    return y if y.shape[1] == n else y.narrow(1, 0, n)
 
 
 def linear(
@@ -55,8 +56,8 @@ def linear(
     assert w.dense is not None
     y = row_products(operand(x, xq, xs, w), w.dense, w.shape[0])
     if scale is not None:
-        y = y.to(torch.bfloat16).to(torch.float32).mul_(scale)
-    out.copy_(y)
+        y = y.float().bfloat16().float().mul_(scale)
+    out.copy_(y)  # a float64 goes to bf16 through float32, like an accumulator
 
 
 def linear_rope(

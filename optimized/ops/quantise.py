@@ -29,63 +29,62 @@ from reference.quantize import (
 )
 
 FP8 = torch.float8_e4m3fn
-RECIPROCAL_6 = torch.tensor(1 / E2M1_MAX, dtype=torch.float32).item()
+RECIPROCAL_6 = torch.tensor(1 / E2M1_MAX, dtype=torch.float32)
+_SIGN_PLACE = torch.tensor(3, dtype=torch.int32)
+_NIBBLE = torch.tensor(4, dtype=torch.int32)
 
 
 def q8(codes: Tensor, scale: Tensor, x: Tensor) -> None:
     """codes float8_e4m3fn [..., n], scale uint8 [..., n/32] <- x float32 [..., n] holding bf16 values.
 
-    codes may be bf16 instead: then it gets code * scale.
+    codes may be bf16 instead: then it gets code * scale, and scale is left alone.
     """
-    groups = x.unflatten(-1, (-1, GROUP_FP8))
-    power = seams.fp8_scale(groups.abs().amax(-1).clamp_(min=AMAX_FLOOR_FP8))  # a NaN passes maximum and clamp
-    scale.copy_(seams.encode_e8m0(power))
-    power = power.unsqueeze(-1)
+    groups = x.view(*x.shape[:-1], -1, GROUP_FP8)
+    power = seams.fp8_scale(groups.abs().amax(-1, keepdim=True).clamp_min_(AMAX_FLOOR_FP8))  # a NaN passes both
+    e4m3 = (groups / power).to(FP8)
     if codes.dtype is FP8:
-        codes.copy_((groups / power).view(x.shape))
-    else:  # the values themselves, which bf16 holds exactly
-        value = (groups / power).to(FP8).to(torch.float32).mul_(seams.decode_e8m0(scale).unsqueeze(-1))
-        codes.copy_(value.view(x.shape))
+        codes.copy_(e4m3.view(x.shape))
+        scale.copy_(seams.encode_e8m0(power).squeeze(-1))
+    else:
+        torch.mul(e4m3.float(), power, out=codes.view(groups.shape))
 
 
 def q4i(codes: Tensor, scale: Tensor, x: Tensor) -> None:
     """codes uint8 [..., n/2], scale uint8 e8m0 [..., n/32] <- x float32 [..., n]."""
-    groups = x.unflatten(-1, (-1, GROUP_FP4_E8M0))
-    amax = groups.abs().amax(-1).clamp_(min=AMAX_FLOOR_FP4_E8M0)
+    groups = x.view(*x.shape[:-1], -1, GROUP_FP4_E8M0)
+    amax = groups.abs().amax(-1, keepdim=True).clamp_min_(AMAX_FLOOR_FP4_E8M0)
     power = seams.power_of_two_ceil(amax.mul_(RECIPROCAL_6))
-    scale.copy_(seams.encode_e8m0(power))
-    codes.copy_(_e2m1_pairs((groups / power.unsqueeze(-1)).view(x.shape)))
+    scale.copy_(seams.encode_e8m0(power).squeeze(-1))
+    codes.copy_(_e2m1_pairs((groups / power).view(x.shape)))
 
 
 def q4c(codes: Tensor, scale: Tensor, x: Tensor) -> None:
     """codes uint8 [..., n/2], scale uint8 (e4m3 bytes) [..., n/16] <- x float32 [..., n]."""
-    groups = x.unflatten(-1, (-1, GROUP_FP4_E4M3))
-    amax = groups.abs().amax(-1).clamp(min=AMAX_FLOOR_FP4_E4M3)
-    # true division by a tensor: a scalar divisor becomes a multiplication on some devices. An infinity becomes NaN
-    ratio = torch.div(amax, torch.full_like(amax, E2M1_MAX))
-    e4m3 = torch.where(ratio.isinf(), torch.nan, ratio.clamp(max=E4M3_MAX)).to(FP8)
-    scale.copy_(e4m3.view(torch.uint8))
-    codes.copy_(_e2m1_pairs((groups / e4m3.to(torch.float32).unsqueeze(-1)).view(x.shape)))
+    groups = x.view(*x.shape[:-1], -1, GROUP_FP4_E4M3)
+    amax = groups.abs().amax(-1, keepdim=True).clamp_min_(AMAX_FLOOR_FP4_E4M3)
+    # true division by a tensor: a scalar divisor becomes a multiplication on some devices. inf - inf makes an infinity a NaN
+    ratio = amax / torch.full_like(amax, E2M1_MAX)
+    e4m3 = ratio.clamp_max(E4M3_MAX).add_(ratio.sub_(ratio)).to(FP8)
+    scale.copy_(e4m3.view(torch.uint8).squeeze(-1))
+    codes.copy_(_e2m1_pairs((groups / e4m3.float()).view(x.shape)))
 
 
-def decode_q8(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes float8_e4m3fn [..., n], scale uint8 [..., n/32] -> values [..., n], exact. bf16 codes are the values."""
+def decode_q8(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes float8_e4m3fn [..., n], scale uint8 [..., n/32] -> float32 [..., n], exact. bf16 codes are the values."""
     if codes.dtype is torch.bfloat16:
-        return codes.to(dtype)
-    power = seams.decode_e8m0(scale).unsqueeze(-1)
-    return (codes.to(dtype).unflatten(-1, (-1, GROUP_FP8)) * power).flatten(-2)
+        return codes.float()
+    groups = codes.float().view(*codes.shape[:-1], -1, GROUP_FP8)
+    return groups.mul_(seams.decode_e8m0(scale).unsqueeze(-1)).flatten(-2)
 
 
 def decode_q4i(codes: Tensor, scale: Tensor) -> Tensor:
     """codes uint8 [..., n/2], scale uint8 e8m0 [..., n/32] -> float32 [..., n]."""
-    power = seams.decode_e8m0(scale).unsqueeze(-1)
-    return (_unpack(codes).unflatten(-1, (-1, GROUP_FP4_E8M0)) * power).flatten(-2)
+    return _unpack(codes, GROUP_FP4_E8M0).mul_(seams.decode_e8m0(scale).unsqueeze(-1)).flatten(-2)
 
 
 def decode_q4c(codes: Tensor, scale: Tensor) -> Tensor:
     """codes uint8 [..., n/2], scale uint8 (e4m3 bytes) [..., n/16] -> float32 [..., n]."""
-    value = scale.view(FP8).to(torch.float32).unsqueeze(-1)
-    return (_unpack(codes).unflatten(-1, (-1, GROUP_FP4_E4M3)) * value).flatten(-2)
+    return _unpack(codes, GROUP_FP4_E4M3).mul_(scale.view(FP8).float().unsqueeze(-1)).flatten(-2)
 
 
 @lru_cache(maxsize=4)
@@ -106,10 +105,11 @@ def _pairs(device: torch.device) -> Tensor:
 def _e2m1_pairs(v: Tensor) -> Tensor:
     """Scaled values [..., n] -> packed nearest codes uint8 [..., n/2], ties to the even code, the sign kept."""
     code = torch.bucketize(v.abs(), _thresholds(v.device), out_int32=True, right=True)
-    code = code | (torch.signbit(v).to(torch.int32) << 3)
-    return (code[..., 0::2] | (code[..., 1::2] << 4)).to(torch.uint8)
+    code = code | (torch.signbit(v).int() << _SIGN_PLACE)
+    return (code[..., 0::2] | (code[..., 1::2] << _NIBBLE)).to(torch.uint8)
 
 
-def _unpack(codes: Tensor) -> Tensor:
-    pairs = _pairs(codes.device)
-    return pairs.index_select(0, codes.reshape(-1).to(torch.int32)).view(*codes.shape[:-1], -1)
+def _unpack(codes: Tensor, group: int) -> Tensor:
+    """uint8 [..., n/2] -> float32 [..., n / group, group]."""
+    pairs = _pairs(codes.device).index_select(0, codes.int().view(-1))
+    return pairs.view(*codes.shape[:-1], -1, group)

@@ -35,8 +35,9 @@ def attn_prep(
     """qr bf16 [T, q_lora], its Q8, win_row u8 [T, C + C/32] <- qkv bf16 [T, q_lora + C]."""
     low, width = q_norm.shape[0], kv_norm.shape[0]
     values = qkv.float()
-    qr.copy_(rms_norm(values[:, :low], q_norm, norm_eps))
+    qr.copy_(rms_norm(values.narrow(1, 0, low), q_norm, norm_eps))
     q8(qr_q, qr_s, qr.float())
-    row = rms_norm(values[:, low:], kv_norm, norm_eps).to(torch.bfloat16)
+    row = rms_norm(values.narrow(1, low, width), kv_norm, norm_eps).bfloat16()
     rotate(row, row, rows, "window", kind=kind, rotary=rotary)
-    q8(win_row[:, :width].view(FP8), win_row[:, width:], row.float())
+    codes, scale = win_row.narrow(1, 0, width), win_row.narrow(1, width, win_row.shape[1] - width)
+    q8(codes.view(FP8), scale, row.float())

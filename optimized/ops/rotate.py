@@ -2,7 +2,7 @@
 
     (re, im) -> (re cos - im sin, re sin + im cos) in float32; the inverse negates sin
 
-cos and sin of every row and rope kind come from plan_rows.
+cos + i sin of every row and rope kind comes from plan_rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ def rotate(out: Tensor, x: Tensor, rows: Rows, site: str, *, kind: int, rotary: 
 
     site: q | window | latent | index_q | index_k | out, whose rotation is the inverse.
     """
-    shape = (x.shape[0], *(1,) * (x.dim() - 2), rotary // 2)
-    cos, sin = rows.rope_cos[kind].view(shape), rows.rope_sin[kind].view(shape)
-    if site == "out":
-        sin = -sin
-    out[..., -rotary:] = seams.rotate(x[..., -rotary:].float(), cos, sin, site)
+    turn = rows.turns[kind, x.dim(), site == "out"]
+    first = x.shape[-1] - rotary
+    out.narrow(-1, first, rotary).copy_(seams.rotate(x.narrow(-1, first, rotary).float(), turn, site))

@@ -41,6 +41,8 @@ def plan_rows(rows: Rows, *, scratch: Any = None) -> None:
     angle = angle * frequencies.unsqueeze(1)
     torch.cos(angle, out=rows.rope_cos)
     torch.sin(angle, out=rows.rope_sin)
+    torch.complex(rows.rope_cos, rows.rope_sin, out=rows.turn[0])
+    torch.complex(rows.rope_cos, -rows.rope_sin, out=rows.turn[1])
 
 
 def _window(rows: Rows, p: Tensor, slots: Tensor, starts: Tensor, firsts: Tensor, live: Tensor) -> None:
