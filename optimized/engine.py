@@ -42,7 +42,7 @@ MAX_TOKENS = 512  # default length of the longest sequence
 
 
 class StepHooks:
-    """The hooks of a replayed step, each called for every layer; the sequences' lengths are the model's, and move once."""
+    """The hooks of a replayed step, each called for every layer; a sequence's length is one, and moves once."""
 
     def __init__(self, engine: OptimizedEngine, admitted: Sequence[Admitted]) -> None:
         self.engine, self.admitted = engine, admitted
@@ -204,7 +204,7 @@ class OptimizedEngine(Inspection):
     ) -> StepResult:
         """Append each run to its sequence; rows of the results in the order of the runs.
 
-        Raises InputError, StateError or CapacityError with nothing changed.  replay: by the captured step of the bucket.
+        Raises InputError, StateError or CapacityError with nothing changed.  replay: by the bucket's captured step.
         """
         if forced is not None or layer_inputs is not None:
             raise UnsupportedError(
@@ -331,7 +331,7 @@ class OptimizedEngine(Inspection):
                 field="length",
                 expected=f"{tenant.floor} <= length <= {tenant.length}",
                 actual=length,
-                hint=f"at most {self.max_rollback} tokens behind the longest the sequence has been: restore a snapshot instead",
+                hint=f"at most {self.max_rollback} tokens behind its longest; further back: restore a snapshot",
             )
         old, tenant.length = tenant.length, seams.rollback_target(length)
         if self.checker is not None:

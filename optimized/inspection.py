@@ -1,4 +1,4 @@
-"""What checks ask an engine besides its verbs: digests, canaries, addresses, bytes, counters. Nothing here changes state."""
+"""What checks ask an engine besides its verbs: digests, canaries, addresses, counters. It changes no state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Inspection:
         return conservation(self.pool)
 
     def state_digest(self, sequence: Hashable) -> dict[str, str]:
-        """sha256 over what the next token can read, by store: equal for equal pasts, in whatever slot, pages or ring."""
+        """sha256 over what the next token can read, by store: equal for equal pasts, wherever they lie."""
         tenant = self.pool.tenant(sequence)
         digests = {}
         for store in self.pool.stores:
@@ -45,7 +45,7 @@ class Inspection:
         return digests
 
     def verify_canaries(self) -> list[str]:
-        """Checking mode: every state row that isn't what its owner wrote there, and books that don't balance, in words."""
+        """Checking mode: in words, every state row that isn't what its owner wrote, and wrong books."""
         if self.checker is None:
             raise UnsupportedError(
                 field="checking",
@@ -93,7 +93,8 @@ class Inspection:
         }
 
     def owned_rows(self, sequence: Hashable) -> dict[str, Tensor]:
-        """int64 flat rows (unit * rows a unit + row) of each buffer in the slot and the pages that a sequence holds."""
+        """int64 flat rows (unit * rows a unit + row) of each buffer in the slot and the pages that a
+        sequence holds."""
         tenant = self.pool.tenant(sequence)
         owned = {}
         for store in self.pool.stores:
@@ -107,7 +108,8 @@ class Inspection:
         return store.size, store.unit_bytes // store.size
 
     def address_probe(self, kind: str, unit: int, row: int) -> int:
-        """Flat row of a slot's or page's row by the arithmetic of the ops: 32-bit ids as stored, 64-bit rows."""
+        """Flat row of a slot's or page's row by the arithmetic of the ops: 32-bit ids as stored, 64-bit
+        rows."""
         store = self._store(kind)
         ids = torch.tensor([unit], dtype=torch.int32)
         rows = torch.tensor([row], dtype=torch.int32)

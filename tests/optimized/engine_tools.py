@@ -50,14 +50,18 @@ def one_pass(ids: tuple[int, ...]) -> Tensor:
     return logits
 
 
-def step(engine: OptimizedEngine, parts: Sequence[tuple[Hashable, Sequence[int]]], **options: Any) -> list[Tensor]:
+def step(
+    engine: OptimizedEngine, parts: Sequence[tuple[Hashable, Sequence[int]]], **options: Any
+) -> list[Tensor]:
     """One step of (sequence, ids) runs, each from its length; the logits of each run."""
     runs = [Run(sequence, tuple(ids), engine.length(sequence)) for sequence, ids in parts]
     logits = engine.step(runs, **options).logits
     return list(logits.split([len(ids) for _, ids in parts]))
 
 
-def feed(engine: OptimizedEngine, sequence: Hashable, ids: Sequence[int], sizes: Sequence[int], **options: Any) -> Tensor:
+def feed(
+    engine: OptimizedEngine, sequence: Hashable, ids: Sequence[int], sizes: Sequence[int], **options: Any
+) -> Tensor:
     """The ids in chunks of these sizes, then one at a time; logits of all rows."""
     rows, at = [], 0
     for size in [*sizes, *[1] * (len(ids) - sum(sizes))]:
@@ -69,6 +73,12 @@ def feed(engine: OptimizedEngine, sequence: Hashable, ids: Sequence[int], sizes:
 def books(engine: OptimizedEngine) -> tuple[Any, ...]:
     ledger = engine.ledger()
     return (
-        ledger.bytes_by_kind, ledger.allocations_by_kind, ledger.sequences, ledger.graphs, ledger.free, ledger.live,
-        ledger.shared, engine.conservation().problems,
+        ledger.bytes_by_kind,
+        ledger.allocations_by_kind,
+        ledger.sequences,
+        ledger.graphs,
+        ledger.free,
+        ledger.live,
+        ledger.shared,
+        engine.conservation().problems,
     )

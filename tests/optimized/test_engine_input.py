@@ -141,8 +141,8 @@ def test_a_bad_blob_takes_no_slot(engine: OptimizedEngine, sequence: Any) -> Non
 
 def test_options_that_cannot_be() -> None:
     for options in (
-        {"buckets": ()}, {"buckets": (0,)}, {"max_tokens": 0}, {"max_tokens": 4096}, {"page_tokens": 3}, {"max_sequences": 0},
-        {"ring_spare": -1}, {"backend": "cuda"}, {"experts_resident": 0}, {"checking": True, "poison": "zeros"},
+        {"buckets": ()}, {"buckets": (0,)}, {"max_tokens": 0}, {"max_tokens": 4096}, {"page_tokens": 3},
+        {"max_sequences": 0},         {"ring_spare": -1}, {"backend": "cuda"}, {"experts_resident": 0}, {"checking": True, "poison": "zeros"},
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             make_engine(**options)

@@ -14,7 +14,10 @@ IDS = tokens(70)
 
 def splits(length: int) -> list[list[int]]:
     """The prompt in chunks of 1, 2, 3, 5, 8 and whole, each split once."""
-    found = {tuple([size] * (length // size) + [length % size] * (length % size > 0)) for size in (1, 2, 3, 5, 8, length)}
+    found = {
+        tuple([size] * (length // size) + [length % size] * (length % size > 0))
+        for size in (1, 2, 3, 5, 8, length)
+    }
     return [list(split) for split in sorted(found)]
 
 
@@ -29,7 +32,10 @@ def test_every_split_of_every_prompt_then_thirty_decodes_is_one_pass(lengths: ra
     while any(at[s] < end for s, _, end in waiting):
         live = [(s, IDS[at[s] : at[s] + chunks.pop(0)]) for s, chunks, end in waiting if at[s] < end]
         for (sequence, ids), logits in zip(live, step(engine, live), strict=True):
-            assert torch.equal(logits, whole[at[sequence] : at[sequence] + len(ids)]), (at[sequence], len(ids))
+            assert torch.equal(logits, whole[at[sequence] : at[sequence] + len(ids)]), (
+                at[sequence],
+                len(ids),
+            )
             at[sequence] += len(ids)
     for sequence, _, _ in waiting:
         engine.close(sequence)
@@ -60,7 +66,9 @@ def test_batches_of_different_lengths_in_any_order_are_each_itself_alone(batch: 
         parts = [(i, prompts[i][at[i] : at[i] + counts[i]]) for i in order if counts[i]]
         if not parts:
             continue
-        for (i, ids), logits in zip(parts, step(engine, [(sequences[i], ids) for i, ids in parts]), strict=True):
+        for (i, ids), logits in zip(
+            parts, step(engine, [(sequences[i], ids) for i, ids in parts]), strict=True
+        ):
             assert torch.equal(logits, one_pass(prompts[i])[at[i] : at[i] + len(ids)])
             at[i] += len(ids)
     assert engine.verify_canaries() == []
