@@ -85,6 +85,7 @@ class Launcher:
         self.scratch: dict[str, Tensor] = {}
         self.before: Callable[[str, int], None] | None = None
         self.launches = 0  # of the current step
+        self.layer = -1  # whose launches these are; -1 outside the layers
         self.live: dict[str, list[int]] = {}  # the row table of the current step on the host
         self._recorded: list[Launch] | None = None
 

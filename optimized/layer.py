@@ -131,6 +131,7 @@ class Block:
         if self.weights.engram is None:
             self._listen(flow)
             expand_and_mix(flow, self.weights.hc_attn)
+            flow.tap(f"{self.name}.engram_out", flow.streams)
             return
         settle(flow)
         ws, launch, engram = flow.ws, flow.launch, self.weights.engram

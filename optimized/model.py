@@ -77,7 +77,7 @@ class OptimizedModel:
         }
         self.blocks = self._blocks()
         self.embed = weights["embed.weight"].to(self.device)
-        self.norm = weights["norm.weight"].to(self.device)
+        self.norm = weights["norm.weight"].float().to(self.device)
         self.head: Weight = pack(Linear(weights["head.weight"], None, "fp32"), self.device, dense=self.dense)
         self.hash = self._hash(weights)
         self.ngram = pool.ngram.flatten() if pool.ngram is not None else None
@@ -147,13 +147,16 @@ class OptimizedModel:
     def forward(self, flow: Flow) -> None:
         """Every launch of a step, over the row table that is in flow.ws."""
         ws, launch, config = flow.ws, self.launch, self.config
+        launch.layer = -1
         launch("plan_rows", ws.rows)
         launch("embed", flow.streams, ws.pre_ffn, self.embed, ws.rows)
         if self.hash is not None:
             launch("engram_hash", ws.hashes, ws.ngram_row, self.ngram, self.hash, ws.rows)
             flow.tap("engram_hash", ws.hashes)
         for block in self.blocks:
+            launch.layer = block.role.index
             block.forward(flow)
+        launch.layer = -1
         settle(flow)
         final = (ws.collapsed, ws.normed, flow.streams, ws.pre_ffn, self.norm)
         launch("final_collapse", *final, norm_eps=config.rms_norm_eps)

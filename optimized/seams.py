@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized.constants import const
 from reference.config import V41Config
 from reference.rotary import layer_frequencies
 
-# constants as tensors: a Python number costs a conversion at every call
-RECIPROCAL_448 = torch.tensor(1 / 448, dtype=torch.float32)
-_INFINITY_BITS = torch.tensor(0x7F800000, dtype=torch.int32)
-_MANTISSA = torch.tensor(0x7FFFFF, dtype=torch.int32)
-_MANTISSA_BITS = torch.tensor(23, dtype=torch.int32)
+RECIPROCAL_448 = const(1 / 448)
+_INFINITY_BITS = const(0x7F800000, torch.int32)
+_MANTISSA = const(0x7FFFFF, torch.int32)
+_MANTISSA_BITS = const(23, torch.int32)
 
 # --- addresses -----------------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ def power_of_two_ceil(v: Tensor) -> Tensor:
 
 def mean_square(x: Tensor) -> Tensor:
     """Over the last dimension, kept."""
-    return x.square().mean(-1, keepdim=True)
+    return x.square().sum(-1, keepdim=True).div_(const(x.shape[-1]))
 
 
 def rotate(x: Tensor, turn: Tensor, site: str) -> Tensor:
@@ -264,7 +264,7 @@ def pre_used(delayed: Tensor, own: Tensor) -> Tensor:
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """logits [T, N, N] -> row softmax + eps, a column step, then (iters - 1) times row and column."""
-    c = torch.softmax(logits, dim=-1).add_(eps)
+    c = torch.softmax(logits, dim=-1).add_(const(eps))
     ones = torch.ones_like(c)
     start = c.new_full((1, 1, 1), eps)
     total = torch.empty_like(c)

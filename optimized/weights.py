@@ -232,7 +232,7 @@ def _site(weights: Weights, site: str, norm: str, device: torch.device, dense: b
     streams = weights.config.hc_mult
     counts = torch.tensor((streams, streams, streams * streams), device=device)
     column_scale = scale.repeat_interleave(counts)
-    return Site(pack(fn, device, dense=dense), scale, base, weights[f"{norm}.weight"].to(device), column_scale)
+    return Site(pack(fn, device, dense=dense), scale, base, weights[f"{norm}.weight"].float().to(device), column_scale)
 
 
 def _attention(
@@ -244,7 +244,7 @@ def _attention(
         return pack([weights.linear(f"{prefix}.{n}") for n in names], device, dense=dense)
 
     def vector(name: str) -> Tensor:
-        return weights[f"{prefix}.{name}"].to(device)
+        return weights[f"{prefix}.{name}"].float().to(device)
 
     compressor = indexer = None
     if role.is_kv_source:
@@ -261,7 +261,7 @@ def _attention(
         q_norm=vector("q_norm.weight"),
         kv_norm=vector("kv_norm.weight"),
         wq_b=packed("wq_b"),
-        attn_sink=vector("attn_sink").float(),
+        attn_sink=vector("attn_sink"),
         wo_a=stack([pack(g, device, dense=dense) for g in groups]),
         wo_b=packed("wo_b"),
         compressor=compressor,

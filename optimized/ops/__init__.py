@@ -13,7 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from optimized.ops import attention, commit, compress, embed, engram, hyper, indexer, moe, output, product, query, rows
+from optimized.ops import (
+    attention,
+    commit,
+    compress,
+    embed,
+    engram,
+    hyper,
+    indexer,
+    moe,
+    output,
+    product,
+    query,
+    rows,
+)
 
 Op = Callable[..., Any]
 

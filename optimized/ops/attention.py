@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized.constants import const
 from optimized.ops.quantise import FP8, decode_q4c, decode_q8
 from optimized.ops.rotate import rotate
 from optimized.step import Rows
@@ -85,7 +86,7 @@ def _attend(out: Tensor, q: Tensor, kv: Tensor, absent: Tensor, sink: Tensor, sc
         block, gone = kv, absent
         if size < kv.shape[1]:
             block, gone = kv.narrow(1, begin, size), absent.narrow(2, begin, size)
-        scores = torch.bmm(q, block.mT).float().mul_(scale).masked_fill_(gone, -torch.inf)
+        scores = torch.bmm(q, block.mT).float().mul_(const(scale)).masked_fill_(gone, -torch.inf)
         higher = scores.amax(-1, keepdim=True).clamp_min_(INITIAL_MAXIMUM)
         if maximum is not None:
             higher = torch.maximum(maximum, higher)

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from optimized import seams
+from optimized.constants import const
 from optimized.ops.norm import rms_norm
 from optimized.ops.product import row_products
 from optimized.ops.quantise import q8
 from optimized.weights import Site, Weight
-
-
-_ONE = torch.tensor(1.0)
 
 
 def hc_expand(
@@ -88,11 +86,11 @@ def hc_collapse(
     t, n, width = stream.shape
     mix = mix.select(1, 0) if mix.shape[1] == 1 else mix.sum(1)
     columns = (2 + n) * n
-    inverse = mix.narrow(1, columns, 1).div(n * width).add_(norm_eps).rsqrt_()
+    inverse = mix.narrow(1, columns, 1).div(const(n * width)).add_(const(norm_eps)).rsqrt_()
     m = mix.narrow(1, 0, columns).mul(inverse).mul_(site.column_scale).add_(site.base)
     gates = sigmoid(m.narrow(1, 0, 2 * n))
-    torch.add(gates.narrow(1, 0, n), hc_eps, out=pre)
-    torch.mul(gates.narrow(1, n, n), 2, out=post)
+    torch.add(gates.narrow(1, 0, n), const(hc_eps), out=pre)
+    torch.mul(gates.narrow(1, n, n), const(2.0), out=post)
     comb.copy_(seams.sinkhorn(m.narrow(1, 2 * n, n * n).view(t, n, n), iters, hc_eps))
     x.copy_(rms_norm(collapse(stream, seams.pre_used(pre_in, pre)), site.norm, norm_eps))
     q8(xq, xs, x.float())
@@ -116,9 +114,9 @@ def final_collapse(
 
 def collapse(stream: Tensor, weights: Tensor) -> Tensor:
     """[T, D] float32 holding bf16 values."""
-    return (weights.unsqueeze(-1) * stream).sum(1).bfloat16().float()
+    return stream.float().mul_(weights.unsqueeze(-1)).sum(1).bfloat16().float()
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)): torch.sigmoid's last bit depends on an element's place in the tensor."""
-    return x.neg().exp_().add_(_ONE).reciprocal_()
+    return x.neg().exp_().add_(const(1.0)).reciprocal_()

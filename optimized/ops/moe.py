@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized.constants import const
 from optimized.ops.hyper import sigmoid
 from optimized.ops.product import operand, row_products
 from optimized.ops.quantise import q8
@@ -42,12 +43,14 @@ def route(
 ) -> None:
     """moe_idx i64 [T, K] best first, moe_w f32 [T, K] <- logits f32 [T, E]; the bias takes part in the choice alone."""
     scores = expert_scores(logits if temperature == 1 else logits / temperature, scoring)
-    biased = scores + torch.where((rows.image_mask != 0).unsqueeze(-1), bias_vl, bias)
-    moe_idx.copy_(biased.argsort(dim=-1, descending=True, stable=True)[:, : moe_idx.shape[1]])
+    if bias_vl is not bias:
+        bias = torch.where((rows.image_mask != 0).unsqueeze(-1), bias_vl, bias)
+    order = (scores + bias).argsort(dim=-1, descending=True, stable=True)
+    moe_idx.copy_(order.narrow(1, 0, moe_idx.shape[1]))
     weights = scores.gather(1, moe_idx)
     if normalize and moe_idx.shape[1] > 1:
-        weights = weights / (weights.sum(-1, keepdim=True) + WEIGHT_SUM_EPS)
-    torch.mul(weights, route_scale, out=moe_w)
+        weights = weights / weights.sum(-1, keepdim=True).add_(const(WEIGHT_SUM_EPS))
+    torch.mul(weights, const(route_scale), out=moe_w)
 
 
 def expert_up(
@@ -125,8 +128,8 @@ def moe_combine(out: Tensor, ye: Tensor, moe_idx: Tensor, *, scratch: Any = None
 
 def expert_scores(logits: Tensor, scoring: str) -> Tensor:
     if scoring == "sqrtsoftplus":
-        softplus = torch.where(logits > LINEAR_ABOVE, logits, logits.clamp(max=LINEAR_ABOVE).exp_().log1p_())
-        return softplus.sqrt_()
+        softplus = logits.clamp_max(LINEAR_ABOVE).exp_().log1p_()
+        return torch.where(logits > const(LINEAR_ABOVE), logits, softplus).sqrt_()
     return torch.softmax(logits, dim=-1) if scoring == "softmax" else sigmoid(logits)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from optimized import seams
+from optimized.constants import const
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x float32 [..., D], weight bf16 [D] -> float32 [..., D]."""
+    """x float32 [..., D], weight float32 [D] -> float32 [..., D]."""
     return (x * inverse_rms(x, eps)).mul_(weight)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """[..., 1]."""
-    return seams.mean_square(x).add_(eps).rsqrt_()
+    return seams.mean_square(x).add_(const(eps)).rsqrt_()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized.constants import const
 from optimized.ops.quantise import decode_q8
 from optimized.ops.rotate import rotate
 from optimized.step import Rows
@@ -56,7 +57,7 @@ def linear(
     assert w.dense is not None
     y = row_products(operand(x, xq, xs, w), w.dense, w.shape[0])
     if scale is not None:
-        y = y.float().bfloat16().float().mul_(scale)
+        y = y.float().bfloat16().float().mul_(const(scale))
     out.copy_(y)  # a float64 goes to bf16 through float32, like an accumulator
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from optimized import seams
+from optimized.constants import const
 from reference.quantize import (
     AMAX_FLOOR_FP4_E4M3,
     AMAX_FLOOR_FP4_E8M0,
@@ -29,9 +30,8 @@ from reference.quantize import (
 )
 
 FP8 = torch.float8_e4m3fn
-RECIPROCAL_6 = torch.tensor(1 / E2M1_MAX, dtype=torch.float32)
-_SIGN_PLACE = torch.tensor(3, dtype=torch.int32)
-_NIBBLE = torch.tensor(4, dtype=torch.int32)
+RECIPROCAL_6 = const(1 / E2M1_MAX)
+_SIGN_PLACE, _NIBBLE = const(3, torch.int32), const(4, torch.int32)
 
 
 def q8(codes: Tensor, scale: Tensor, x: Tensor) -> None:
