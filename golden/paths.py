@@ -5,6 +5,8 @@ Counted from the recorded decisions and scores, and (clamps) from the reference'
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from golden.cases import Case
@@ -43,13 +45,13 @@ def paths_taken(case: Case, variant: str, model: Model, run: Replay) -> dict[str
             candidates = run.taps[f"{name}.candidates"]
             visible = torch.arange(candidates.shape[-1]) < visible_rows(positions, role.ratio).unsqueeze(-1)
             taken["candidates masked"] += int((visible & ~candidates).any(-1).sum())
-    taken["clamps hit"] = _clamps(case, model, run)
+    taken["clamps hit"] = clamps_hit(case.config.swiglu_limit, model, run.taps)
     return taken
 
 
-def _clamps(case: Case, model: Model, run: Replay) -> int:
+def clamps_hit(limit: float, model: Model, taps: Mapping[str, torch.Tensor]) -> int:
     """Elements of w1 x above the limit and of w3 x beyond it on either side, over all experts that ran."""
-    limit, hits = case.config.swiglu_limit, 0
+    hits = 0
     if limit <= 0:
         return 0
 
@@ -58,8 +60,8 @@ def _clamps(case: Case, model: Model, run: Replay) -> int:
         return int((gate > limit).sum() + (up.abs() > limit).sum())
 
     for layer in model.layers:
-        x = run.taps[f"L{layer.index}.ffn_in"].flatten(0, 1)
-        chosen = run.taps[f"L{layer.index}.moe_idx"].flatten(0, 1)
+        x = taps[f"L{layer.index}.ffn_in"].flatten(0, 1)
+        chosen = taps[f"L{layer.index}.moe_idx"].flatten(0, 1)
         hits += count(x, layer.ffn.shared)
         hits += sum(count(x[(chosen == e).any(-1)], layer.ffn.expert(e)) for e in chosen.unique().tolist())
     return hits
