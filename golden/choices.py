@@ -90,15 +90,14 @@ def _mask(chosen: Tensor, size: int) -> Tensor:
 
 
 def _judge(theirs: Tensor, ours: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Tied: as many rows, and the best row given up is within the noise of the worst row taken in its
-    place."""
-    differs = (theirs != ours).any(-1)
-    finite = torch.where(scores.isfinite(), scores.abs(), 0)
-    noise = DECISION_NOISE * finite.amax(-1) if finite.shape[-1] else torch.zeros(differs.shape)
-    lost, gained = theirs & ~ours, ours & ~theirs
-    given_up = scores.masked_fill(~lost, -torch.inf).amax(-1) if scores.shape[-1] else noise
-    taken = scores.masked_fill(~gained, torch.inf).amin(-1) if scores.shape[-1] else noise
-    # NaN (a row that does not exist yet) and -inf (masked) never compare as close
-    close = (given_up - taken <= noise) & given_up.isfinite() & taken.isfinite()
-    tied = differs & close & (lost.sum(-1) == gained.sum(-1))
+    """Tied: as many rows in either choice, and the recorded scores of all exchanged rows lie within the noise."""
+    exchanged = theirs ^ ours
+    differs = exchanged.any(-1)
+    if not scores.shape[-1]:
+        return differs, torch.zeros_like(differs)
+    noise = DECISION_NOISE * torch.where(scores.isfinite(), scores.abs(), 0).amax(-1)
+    highest = scores.masked_fill(~exchanged, -torch.inf).amax(-1)
+    lowest = scores.masked_fill(~exchanged, torch.inf).amin(-1)
+    # a NaN (a row that does not exist yet) or a masked row is never close to anything
+    tied = differs & (highest - lowest <= noise) & (theirs.sum(-1) == ours.sum(-1))
     return differs & ~tied, tied

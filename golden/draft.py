@@ -24,14 +24,14 @@ from reference.dspark import DSpark
 from reference.history import SequenceHistory
 
 STAGE_VALUES: dict[str, tuple[Limit, Limit]] = {
-    "attn_pre": (limits.COEFFICIENT,) * 2,
+    "attn_pre": (limits.FP32,) * 2,
     "attn_in": (limits.ROUNDED,) * 2,
     "attn_out": limits.ATTENTION,
     "ffn_in": limits.STREAM,
     "ffn_out": limits.EXPERTS,
-    "moe_w": (limits.COEFFICIENT,) * 2,
+    "moe_w": (limits.FP32,) * 2,
     "stream": limits.STREAM,
-    "pre_mix": (limits.COEFFICIENT,) * 2,
+    "pre_mix": (limits.FP32,) * 2,
 }
 HEAD = ("base_logits", "logits", "confidence")
 
@@ -150,7 +150,7 @@ def _head(case: Case, variant: str, taps: Mapping[str, Tensor]) -> Iterator[Meas
     for tensor in HEAD:
         label = Label(case.name, variant, None, f"dspark.{tensor}")
         expected = _decoded(case, variant, f"dspark.{tensor}")
-        yield measure.value(label, expected, taps[f"dspark.{tensor}"], limits.ROUNDED).shifted(case.prompt)
+        yield measure.value(label, expected, taps[f"dspark.{tensor}"], limits.FP32).shifted(case.prompt)
     label = Label(case.name, variant, None, "dspark.output_ids")
     wrong = (_decoded(case, variant, "dspark.output_ids") != taps["dspark.output_ids"]).any(-1)
     yield measure.decisions(label, wrong, torch.zeros_like(wrong)).shifted(case.prompt)

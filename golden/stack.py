@@ -25,9 +25,9 @@ from reference.config import LayerRole
 
 # tensor -> limit for (bf16, fp8/fp4) weights, in the order of the dataflow
 VALUES: dict[str, tuple[Limit, Limit]] = {
-    "engram_gate": (limits.COEFFICIENT,) * 2,
+    "engram_gate": (limits.FP32,) * 2,
     "engram_out": (limits.ROUNDED,) * 2,
-    "attn_pre": (limits.COEFFICIENT,) * 2,
+    "attn_pre": (limits.FP32,) * 2,
     "attn_in": (limits.ROUNDED,) * 2,
     "q": limits.ATTENTION,
     "latent": (limits.ROUNDED,) * 2,
@@ -37,10 +37,10 @@ VALUES: dict[str, tuple[Limit, Limit]] = {
     "attn_out": limits.ATTENTION,
     "mid_stream": limits.STREAM,
     "ffn_in": limits.STREAM,
-    "moe_w": (limits.COEFFICIENT,) * 2,
+    "moe_w": (limits.FP32,) * 2,
     "ffn_out": limits.EXPERTS,
     "stream": limits.STREAM,
-    "pre_mix": (limits.COEFFICIENT,) * 2,
+    "pre_mix": (limits.FP32,) * 2,
 }
 FINAL = ("final_collapsed", "final_normed")
 
@@ -190,7 +190,7 @@ def model_measures(case: Case, variant: str, run: Replay, start: int) -> Iterato
         expected = torch.cat((case.tensors["pre.logits_all"], after), dim=1)
         actual = run.taps["logits"]
         label = Label(case.name, variant, None, "logits")
-        yield _from_row(measure.value(label, expected[:, start:], actual[:, start:], limits.ROUNDED), start)
+        yield _from_row(measure.value(label, expected[:, start:], actual[:, start:], limits.FP32), start)
         last = case.prompt - 1
         chosen = torch.cat((case.tensors["pre.output_ids"].unsqueeze(1), ids), dim=1)
         wrong = actual[:, last:].argmax(-1) != chosen

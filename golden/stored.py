@@ -43,16 +43,13 @@ def window_measures(case: Case, variant: str, layer: int, rows: Tensor) -> Itera
         if ring is None:
             ring = case.stored(variant, f"L{layer}.win_cache_final") if end == case.length else None
         if ring is not None:
-            tokens = torch.arange(max(0, end - window), end)
-            yield codes(
-                Label(case.name, variant, layer, key.split(".")[-1]),
-                ring[:, tokens % window],
-                rows[:, tokens],
-                "fp8",
-            )
+            first = max(0, end - window)
+            tokens, label = torch.arange(first, end), Label(case.name, variant, layer, key.split(".")[-1])
+            yield codes(label, ring[:, tokens % window], rows[:, tokens], "fp8").shifted(first)
     written = case.decoded(variant, f"L{layer}.win_row")
     if written is not None:
-        yield codes(Label(case.name, variant, layer, "win_row"), written, rows[:, prompt:], "fp8")
+        label = Label(case.name, variant, layer, "win_row")
+        yield codes(label, written, rows[:, prompt:], "fp8").shifted(prompt)
 
 
 def _groups(
@@ -78,7 +75,8 @@ def _pending(case: Case, variant: str, role: LayerRole, run: Replay, key: str, l
     tokens = torch.arange(prompt, case.length)
     expected = torch.cat((before[:, left % ratio], after[:, torch.arange(case.steps), tokens % ratio]), dim=1)
     actual = rows[:, torch.cat((left, tokens))]
-    yield measure.value(Label(case.name, variant, role.index, key), expected, actual, limits.ROUNDED)
+    label = Label(case.name, variant, role.index, key)
+    yield measure.value(label, expected, actual, limits.FP32).shifted(prompt - prompt % ratio)
 
 
 def _rows(run: Replay, role: LayerRole, log: str) -> Tensor:
@@ -96,7 +94,7 @@ def codes(label: Label, expected: Tensor, actual: Tensor, grid: str) -> Measure:
     e, a = expected.float(), actual.float()
     differs = (e != a).any(-1)
     largest = torch.maximum(e.abs(), a.abs())
-    wrong = ((e - a).abs() > _step(largest, grid)).any(-1) | ~a.isfinite().all(-1)
+    wrong = ~((e - a).abs() <= _step(largest, grid)).all(-1)  # a NaN on either side is never within a step
     tied, note = differs & ~wrong, ""
     if int(tied.sum()) > max(1.0, limits.TIED_ROWS * tied.numel()):
         wrong, tied, note = differs, torch.zeros_like(tied), "too many rows are a step apart"

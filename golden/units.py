@@ -131,17 +131,17 @@ def _products(case: Case) -> Iterator[Measure]:
 
 def _norm(case: Case) -> Iterator[Measure]:
     t = case.tensors
-    y = rms_norm(t["rmsnorm.x"].float(), t["rmsnorm.w"].float(), 1e-20, RELEASE)
+    y = rms_norm(t["rmsnorm.x"].float(), t["rmsnorm.w"].float(), V41Config.flash().rms_norm_eps, RELEASE)
     yield measure.ulps(_label(case, "rmsnorm.y"), t["rmsnorm.y"], y, limits.UNIT_BF16)
 
 
 def _mixing(case: Case) -> Iterator[Measure]:
-    t = case.tensors
+    t, release = case.tensors, V41Config.flash()
     mixes = t["hc.mixes"].flatten(0, 1)
-    streams = 4
-    for suffix, iterations in (("", 20), ("_iters1", 1), ("_iters2", 2)):
-        site = HyperConnection(torch.empty(0), t["hc.base"], t["hc.scale"], iterations, 1e-6, 1e-20)
-        parts = dict(zip(("pre", "post", "comb"), split_mix(mixes, site, streams), strict=True))
+    for suffix, iterations in (("", release.hc_sinkhorn_iters), ("_iters1", 1), ("_iters2", 2)):
+        constants = (iterations, release.hc_eps, release.rms_norm_eps)
+        site = HyperConnection(torch.empty(0), t["hc.base"], t["hc.scale"], *constants)
+        parts = dict(zip(("pre", "post", "comb"), split_mix(mixes, site, release.hc_mult), strict=True))
         for name, actual in parts.items():
             golden = t.get(f"hc.{name}{suffix}")
             if golden is not None:
