@@ -26,6 +26,7 @@ from harness.compare import Difference, row_errors, same_bits
 from harness.engine import Engine, Run
 from harness.findings import Finding
 from harness.operations import Book, Interpreter, Operation, Row
+from reference.errors import DSV41Error
 
 Tokens = tuple[int, ...]
 Hook = Callable[[Engine], None]
@@ -127,35 +128,40 @@ def chunked(name: str, tokens: Sequence[int], size: int, **kw: Any) -> list[Oper
 
 
 class Truth:
-    """Rows of every prefix of some sequences, each sequence alone, in one pass or one token at a time."""
+    """Rows of every prefix of some sequences, each sequence alone, in one pass or one token at a time.
 
-    def __init__(self, engine: Engine, style: str) -> None:
-        self.engine, self.style = engine, style
+    Each runs in a slot that nobody has used before: nothing is closed, and a full engine is replaced by a new one.
+    """
+
+    def __init__(self, build: Callable[[], Engine], style: str) -> None:
+        self.build, self.style = build, style
+        self.engine = build()
         self.rows: dict[Tokens, tuple[Tensor, Tensor]] = {}
 
     def ensure(self, tokens: Tokens) -> None:
         if tokens in self.rows:
             return
-        limit = 1 if self.style == "decode" else most_rows(self.engine)
-        sequence = self.engine.open(len(tokens))
         try:
-            for start in range(0, len(tokens), limit):
-                part = tokens[start : start + limit]
-                result = self.engine.step([Run(sequence, part, start)])
-                for row in range(len(part)):
-                    prefix = tokens[: start + row + 1]
-                    self.rows[prefix] = (result.hidden[row].clone(), result.logits[row].clone())
-        finally:
-            self.engine.close(sequence)
+            sequence = self.engine.open(len(tokens))
+        except DSV41Error:
+            self.engine = self.build()
+            sequence = self.engine.open(len(tokens))
+        limit = 1 if self.style == "decode" else most_rows(self.engine)
+        for start in range(0, len(tokens), limit):
+            part = tokens[start : start + limit]
+            result = self.engine.step([Run(sequence, part, start)])
+            for row in range(len(part)):
+                prefix = tokens[: start + row + 1]
+                self.rows[prefix] = (result.hidden[row].clone(), result.logits[row].clone())
 
 
 def truth_of(ctx: CheckContext, style: str, options: Mapping[str, Any] | None = None) -> Truth:
-    """The truth of a style, built once a context, on an instance of the engine that runs nothing else."""
+    """The truth of a style, built once a context, on instances of the engine that run nothing else."""
     options = dict(options or {})
     key = ("truth", style, repr(sorted(options.items())))
     known = memory(ctx).setdefault("truths", {})
     if key not in known:
-        known[key] = Truth(ctx._get("truth", ctx.engine_factory, options), style)
+        known[key] = Truth(lambda: ctx.engine_factory(**options), style)
     return known[key]
 
 
@@ -301,7 +307,6 @@ def run_scenarios(
             for tokens in scenario.truths:
                 truth.ensure(tokens)
         except Exception as error:
-            ctx.forget(truth.engine)
             memory(ctx).pop("truths", None)
             if not is_blind(ctx):
                 result.findings.append(ctx.finding(

@@ -34,12 +34,6 @@ NAME = "graphs"
 CHURN = ops.Operation("churn", length=9)
 
 
-def fresh(ctx: CheckContext, tag: str) -> dict[str, Any]:
-    """Engine options under which nothing has been captured yet: an instance of the scenario's own."""
-    ctx.forget(ctx.engine())
-    return {}
-
-
 def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
     engine = ctx.engine()
     config, count = ctx.config, horizon(ctx.config)
@@ -149,7 +143,7 @@ def cleared(engine: Engine) -> None:
 
 
 def hook_order(ctx: CheckContext, result: CheckResult) -> None:
-    """The contract's order of a replayed step, where the engine keeps a log of it."""
+    """The contract's order of a replayed step, where the engine says what the last one did (`hook_log`)."""
     engine: Any = ctx.engine()
     if not hasattr(engine, "hook_log"):
         return
@@ -157,16 +151,16 @@ def hook_order(ctx: CheckContext, result: CheckResult) -> None:
     sequence = engine.open(horizon(ctx.config))
     engine.step([Run(sequence, a[:3], 0)])
     for n in (3, 4, 5):
-        before = len(engine.hook_log)
         engine.step([Run(sequence, a[n : n + 1], n)], replay=True)
-        names = [str(entry).split(".")[-1].split(" ")[0] for entry in list(engine.hook_log)[before:]]
-        order = [key for key in dict.fromkeys(stage_of(name) for name in names) if key]
+        order = [stage for stage in dict.fromkeys(stage_of(str(name)) for name in engine.hook_log) if stage]
         result.took("hook order read")
-        ran = [key for key in order if key in ("capture", "replay", "eager")]
+        ran = [stage for stage in order if stage in ("capture", "replay", "eager")]
         wanted = ["upload", "prestage", "room", *ran, "sync"]
         if (order != wanted or not ran) and not is_blind(ctx):
-            result.findings.append(ctx.finding(NAME, "GR", "the hooks of a replayed step run in another order",
-                                               position=n, expected=wanted, actual=order))  # fmt: skip
+            message = "the hooks of a replayed step run in another order"
+            result.findings.append(
+                ctx.finding(NAME, "GR", message, position=n, expected=wanted, actual=order)
+            )
             break
     engine.close(sequence)
 

@@ -1,4 +1,6 @@
-"""Random operation sequences: whatever the order of the verbs, equal tokens answer equal bits and every book balances."""
+"""Random operation sequences: whatever the order of the verbs, equal tokens answer equal bits and every book
+balances.
+"""
 
 from __future__ import annotations
 

@@ -63,10 +63,18 @@ def first_bad(
             if not bool(finite.all()):
                 layer, short = tap_names.split(tap)
                 return ctx.finding(
-                    NAME, "NF", f"{name}: {tap} of position {row.position} is not finite in {int((~finite).sum())} of"
-                    f" {value.numel()} places", operations=ops.to_json(done), sequence=row.sequence, position=row.position,
-                    layer=layer, tap=short, expected="finite", actual=value[~finite][0].item(),
-                )  # fmt: skip
+                    NAME,
+                    "NF",
+                    f"{name}: {tap} of position {row.position} is not finite in {int((~finite).sum())} of"
+                    f" {value.numel()} places",
+                    operations=ops.to_json(done),
+                    sequence=row.sequence,
+                    position=row.position,
+                    layer=layer,
+                    tap=short,
+                    expected="finite",
+                    actual=value[~finite][0].item(),
+                )
     return None
 
 
@@ -91,8 +99,12 @@ def hunt(ctx: CheckContext, options: dict, result: CheckResult) -> Finding | Non
             seen = len(interpreter.trace.rows)
             if not fine and found is None:
                 surprise = interpreter.trace.surprises[-1]
-                found = ctx.finding(NAME, "NF", f"{name}: expected {surprise.expected}, got {surprise.actual}",
-                                    operations=ops.to_json(operations[: index + 1]))  # fmt: skip
+                found = ctx.finding(
+                    NAME,
+                    "NF",
+                    f"{name}: expected {surprise.expected}, got {surprise.actual}",
+                    operations=ops.to_json(operations[: index + 1]),
+                )
             if found is not None and not is_blind(ctx):
                 ctx.forget(engine)
                 return found

@@ -140,10 +140,18 @@ def other_rings(ctx: CheckContext, result: CheckResult) -> None:
                     )
                     if wrong is not None and not is_blind(ctx):
                         result.findings.append(
-                            ctx.finding(NAME, "SN", f"snapshot of {n} tokens {arrow} an engine of {options}: wrong from"
-                                        f" position {n + row} on ({wrong.kind})", position=n + row, tap="hidden",
-                                        expected=wrong.expected, actual=wrong.actual, details={"options": options})
-                        )  # fmt: skip
+                            ctx.finding(
+                                NAME,
+                                "SN",
+                                f"snapshot of {n} tokens {arrow} an engine of {options}: wrong from"
+                                f" position {n + row} on ({wrong.kind})",
+                                position=n + row,
+                                tap="hidden",
+                                expected=wrong.expected,
+                                actual=wrong.actual,
+                                details={"options": options},
+                            )
+                        )
                         return
 
 
@@ -257,7 +265,13 @@ CHECK = Check(
     run,
     needs=frozenset({"snapshot"}),
     required_paths=requires(
-        "rows compared", "snapshot", "restore", "snapshot of an open group", "window wrapped", "top-k cut", "blob refused",
+        "rows compared",
+        "snapshot",
+        "restore",
+        "snapshot of an open group",
+        "window wrapped",
+        "top-k cut",
+        "blob refused",
     ),
     detectors=("SN",),
-)  # fmt: skip
+)

@@ -43,10 +43,17 @@ def own_scores(ctx: CheckContext, observed: Observed, schedule: Schedule) -> Fin
             verdict = judge_row(scores[position], chosen[position], visible, config.index_topk)
             if not verdict.accepted:
                 return ctx.finding(
-                    NAME, "TK", f"{schedule.name}: the selection of layer {role.index} does not follow from the engine's"
-                    f" own scores: {verdict.reason}", sequence=observed.sequence, position=position, layer=role.index,
-                    tap="selection", actual=chosen[position].tolist(), details={"schedule": schedule.name},
-                )  # fmt: skip
+                    NAME,
+                    "TK",
+                    f"{schedule.name}: the selection of layer {role.index} does not follow from the engine's"
+                    f" own scores: {verdict.reason}",
+                    sequence=observed.sequence,
+                    position=position,
+                    layer=role.index,
+                    tap="selection",
+                    actual=chosen[position].tolist(),
+                    details={"schedule": schedule.name},
+                )
     return None
 
 
