@@ -1,4 +1,6 @@
-"""Numbers as tensors of no dimension, made once: a Python number costs a conversion at every call, a tensor doesn't."""
+"""Numbers as tensors of no dimension, made once: a Python number costs a conversion at every call, a tensor
+doesn't.
+"""
 
 from __future__ import annotations
 

@@ -1,21 +1,22 @@
 """Capture and replay of whole steps.
 
-On a GPU a captured step is a CUDA graph.  On a CPU it is a recorded list of launches with the same semantics: capturing runs nothing, and
-a replay walks the list without running the Python that made it, so scalars are baked, buffers are held by address, and every value that
-changes from step to step must come out of a buffer.
+On a GPU a captured step is a CUDA graph.  On a CPU it is a recorded list of launches with the same
+semantics: capturing runs nothing, and a replay walks the list without running the Python that made it, so
+scalars are baked, buffers are held by address, and every value that changes from step to step must come out
+of a buffer.
 
 A replayed step keeps this order (spec/serving-contract.md, section 5), each hook on every layer:
 
     upload -> decode_prestage -> check_replay_room -> replay, or capture and run -> sync_replayed_step
 
-A capture that fails (at begin, in the body, at the end, or by giving no graph) leaves nothing behind: decode_prestage_rearm, then the
-same step runs eagerly, once.
+A capture that fails (at begin, in the body, at the end, or by giving no graph) leaves nothing behind:
+decode_prestage_rearm, then the same step runs eagerly, once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,7 +38,8 @@ class StepHooks(Protocol):
 
 
 class Graph(Protocol):
-    nodes: int
+    @property
+    def nodes(self) -> int: ...
 
     def replay(self) -> None: ...
 
@@ -70,14 +72,19 @@ class DeviceGraph:
 
 @dataclass
 class CaptureFaults:
-    """Makes the next `times` captures fail at a stage of CAPTURE_STAGES."""
+    """Makes the next `times` captures fail at a stage of CAPTURE_STAGES. Asked at every stage of every capture."""
 
     stage: str | None = None
     times: int = 0
 
     def arm(self, stage: str, times: int = 1) -> None:
         if stage not in CAPTURE_STAGES:
-            raise ConfigError(field="stage", expected=f"one of {CAPTURE_STAGES}", actual=stage, hint="name a stage of a capture")
+            raise ConfigError(
+                field="stage",
+                expected=f"one of {CAPTURE_STAGES}",
+                actual=stage,
+                hint="name a stage of a capture",
+            )
         self.stage, self.times = stage, times
 
     def due(self, stage: str) -> bool:
@@ -88,8 +95,12 @@ class CaptureFaults:
 
     def visit(self, stage: str) -> None:
         if self.due(stage):
-            raise CaptureError(field=f"capture {stage}", expected="success", actual="an injected failure",
-                               hint="the step runs without a graph")  # fmt: skip
+            raise CaptureError(
+                field=f"capture {stage}",
+                expected="a handle" if stage == "null" else "success",
+                actual=None if stage == "null" else "an injected failure",
+                hint="the step runs without a graph",
+            )
 
 
 @dataclass
@@ -110,18 +121,20 @@ class GraphRunner:
         self.launcher, self.device = launcher, device
         self.faults = CaptureFaults()
         self.stats = GraphStats()
-        self.graphs: dict[Hashable, Graph] = {}
+        self.graphs: dict[tuple[Any, ...], Graph] = {}
 
     def step(
         self,
-        key: Hashable,
+        key: tuple[Any, ...],
         layers: Iterable[int],
         upload: Callable[[], None],
         body: Callable[[], None],
         warm_up: Callable[[], None],
         hooks: StepHooks | None,
     ) -> None:
-        """One step by graph `key`. warm_up: the body over padding rows alone, for what a first launch does once (compilation)."""
+        """One step by graph `key`. warm_up: the body over padding rows alone, for what a first launch does
+        once (compilation).
+        """
         layers, self.stats.last_order = tuple(layers), []
         if self.device.type == "cuda" and key not in self.graphs:
             warm_up()
@@ -147,15 +160,20 @@ class GraphRunner:
             del self.graphs[key]
         return len(gone)
 
-    def _captured(self, key: Hashable, body: Callable[[], None]) -> Graph | None:
+    def _captured(self, key: tuple[Any, ...], body: Callable[[], None]) -> Graph | None:
         try:
             graph = self._capture(body)
         except Exception as error:
             # whatever broke, the step itself must still run, and run once: nothing of it has run yet
             self.stats.failed_captures += 1
-            self.stats.last_error = error if isinstance(error, CaptureError) else CaptureError(
-                field="capture", expected="a graph", actual=f"{type(error).__name__}: {error}", hint="the step ran without a graph"
-            )  # fmt: skip
+            if not isinstance(error, CaptureError):
+                error = CaptureError(
+                    field="capture",
+                    expected="a graph",
+                    actual=f"{type(error).__name__}: {error}",
+                    hint="the step ran without a graph",
+                )
+            self.stats.last_error = error
             return None
         self.graphs[key] = graph
         self.stats.captures += 1
@@ -163,8 +181,7 @@ class GraphRunner:
 
     def _capture(self, body: Callable[[], None]) -> Graph:
         graph = self._capture_on_device(body) if self.device.type == "cuda" else self._record(body)
-        if self.faults.due("null") or graph is None:
-            raise CaptureError(field="graph", expected="a handle", actual=None, hint="the step runs without a graph")
+        self.faults.visit("null")
         return graph
 
     def _record(self, body: Callable[[], None]) -> Graph:

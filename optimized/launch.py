@@ -1,9 +1,10 @@
 """Launches: an op by name over fixed buffers, run at once or recorded.
 
-    launch("linear", out, x, xq, xs, w)      eager: runs.  recording: appended to the list that a graph replays
+    launch("linear", out, x, xq, xs, w)      eager: runs.  recording: appended to the list that a graph
+                                             replays
 
-`OpTable` is one backend's ops by name.  Any of them can be replaced by another callable of the same contract: that is how two
-backends are told apart op by op, and where a fault is put in.
+`OpTable` is one backend's ops by name.  Any of them can be replaced by another callable of the same
+contract: that is how two backends are told apart op by op, and where a fault is put in.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class OpTable:
     def replace(self, name: str, op: Op) -> Op:
         """Use `op` under this name from now on; returns the op that stood there."""
         if name not in self._ops:
-            raise ConfigError(field="op", expected=f"one of {sorted(self._ops)}", actual=name, hint="name an op of the step")
+            raise ConfigError(
+                field="op", expected=f"one of {sorted(self._ops)}", actual=name, hint="name an op of the step"
+            )
         before, self._ops[name] = self._ops[name], op
         self.version += 1
         return before
@@ -61,7 +64,9 @@ def _backend(name: str) -> Mapping[str, Op]:
         from optimized.kernels import TRITON_OPS
 
         return TRITON_OPS
-    raise ConfigError(field="backend", expected='"torch" or "triton"', actual=name, hint="name a backend of the ops")
+    raise ConfigError(
+        field="backend", expected='"torch" or "triton"', actual=name, hint="name a backend of the ops"
+    )
 
 
 class Launch(NamedTuple):
@@ -76,8 +81,8 @@ class Launch(NamedTuple):
 class Launcher:
     """Runs or records launches. scratch: kernel-owned buffers of the workspace at hand.
 
-    before: called with (op name, number of the launch within the step) ahead of each eager launch; it may raise, which is how a failure
-    in the middle of a step is tried out.
+    before: called with (op name, number of the launch within the step) ahead of each eager launch; it may
+    raise, which is how a failure in the middle of a step is tried out.
     """
 
     def __init__(self, table: OpTable) -> None:

@@ -1,4 +1,5 @@
-"""One block as a list of launches; what it computes is reference/layer.py `block`, reference/attention.py and reference/moe.py.
+"""One block as a list of launches; what it computes is reference/layer.py `block`, reference/attention.py
+and reference/moe.py.
 
     [engram: expand, hash rows, product, gate]
     expand of the sublayer before + mixes, collapse with the delayed pre        -> x
@@ -6,14 +7,13 @@
     expand + mixes, collapse                                                     -> x
     router, experts up, experts down, combine
 
-A sublayer's output is not added at once: it travels as `Pending` to the next site, where expanding and mixing are one launch.
-What a layer publishes (latent rows, index keys, candidate blocks, the selection) travels in `Flow`, a value that lives for one
-forward.
+A sublayer's output is not added at once: it travels as `Pending` to the next site, where expanding and
+mixing are one launch. What a layer publishes (latent rows, index keys, candidate blocks, the selection)
+travels in `Flow`, a value that lives for one forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -22,14 +22,23 @@ from optimized import seams
 from optimized.experts import ExpertCache
 from optimized.launch import Launcher
 from optimized.step import COMPRESSED, PLAIN
-from optimized.weights import AttentionWeights, CompressorWeights, IndexerWeights, LayerWeights, MoeWeights, Site
+from optimized.weights import (
+    AttentionWeights,
+    CompressorWeights,
+    IndexerWeights,
+    LayerWeights,
+    MoeWeights,
+    Site,
+)
 from optimized.workspace import Workspace
 from reference.config import LayerRole, V41Config
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A sublayer's output that the next site adds to the streams. tap: name of the streams once it is added."""
+    """A sublayer's output that the next site adds to the streams. tap: name of the streams once it is
+    added.
+    """
 
     y: Tensor
     tap: str
@@ -42,7 +51,7 @@ class Flow:
     ws: Workspace
     launch: Launcher
     n_rows: int  # live rows
-    wanted: Collection[str] = ()  # taps
+    wanted: tuple[str, ...] = ()  # taps
     stream: int = 0  # which of ws.stream holds the streams
     pending: Pending | None = None
     latent: Tensor | None = None  # published rows of the kv source below
@@ -72,7 +81,9 @@ class Flow:
 
 @dataclass(frozen=True)
 class LayerState:
-    """This layer's own state, flat: window u8 [rows, C + C/32]; of a kv source also latent, index_key u8 and, at r > 1, pending."""
+    """This layer's own state, flat: window u8 [rows, C + C/32]; of a kv source also latent, index_key u8
+    and, at r > 1, pending.
+    """
 
     window: Tensor
     latent: Tensor | None
@@ -81,7 +92,9 @@ class LayerState:
 
 
 class Block:
-    """One layer's launches. state: the pool's buffers of this layer; next_gate: the next layer's router, for prediction."""
+    """One layer's launches. state: the pool's buffers of this layer; next_gate: the next layer's router,
+    for prediction.
+    """
 
     def __init__(
         self,
@@ -104,7 +117,9 @@ class Block:
             "normalize": config.norm_topk_prob,
             "route_scale": config.routed_scaling_factor,
         }
-        self.index_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5 if role.is_index_source else 0.0
+        self.index_scale = (
+            config.index_head_dim**-0.5 * config.index_n_heads**-0.5 if role.is_index_source else 0.0
+        )
         self.engram_place = config.engram_layer_ids.index(role.index) if role.has_engram else -1
 
     def forward(self, flow: Flow) -> None:
@@ -155,7 +170,18 @@ class Block:
     def _site(self, flow: Flow, site: Site, pre: Tensor, pre_in: Tensor) -> None:
         ws = flow.ws
         flow.launch(
-            "hc_collapse", pre, ws.post, ws.comb, ws.x, ws.xq, ws.xs, ws.mix, flow.streams, pre_in, site, **self.hc
+            "hc_collapse",
+            pre,
+            ws.post,
+            ws.comb,
+            ws.x,
+            ws.xq,
+            ws.xs,
+            ws.mix,
+            flow.streams,
+            pre_in,
+            site,
+            **self.hc,
         )
 
     # attention
@@ -207,7 +233,16 @@ class Block:
         group = {"ratio": ratio, "rotary": self.config.qk_rope_head_dim, **self.eps}
         product = ws.kv_row if ratio == 1 else ws.kv_score
         launch("linear", product, ws.x, None, None, w.kv_gate)
-        launch("compress", ws.latent_row, self.state.latent, product, self.state.pending, w.norm, ws.rows, **group)
+        launch(
+            "compress",
+            ws.latent_row,
+            self.state.latent,
+            product,
+            self.state.pending,
+            w.norm,
+            ws.rows,
+            **group,
+        )
         flow.tap(f"{self.name}.latent", ws.latent_row)
         launch("linear", ws.ik_raw, ws.latent_row, None, None, w.wk)
         launch("index_key", self.state.index_key, ws.ik_raw, w.k_norm, ws.rows, **group)
@@ -266,13 +301,28 @@ class Block:
         flow.launch("expert_down", ws.ye, *hidden, ws.moe_idx, w2, w.shared_w2, **where)
 
     def _predict(self, flow: Flow) -> None:
-        """The next layer's router on this layer's input: which experts it will probably ask for. Changes no result."""
+        """The next layer's router on this layer's input: which experts it will probably ask for. Changes no
+        result.
+        """
         tap = f"{self.name}.next_experts"
-        if self.next_router is None or self.next_index is None or (flow.experts is None and tap not in flow.wanted):
+        if (
+            self.next_router is None
+            or self.next_index is None
+            or (flow.experts is None and tap not in flow.wanted)
+        ):
             return
         ws, router = flow.ws, self.next_router
         flow.launch("linear", ws.route_logits, ws.x, None, None, router.gate)
-        flow.launch("route", ws.next_idx, ws.next_w, ws.route_logits, router.bias, router.bias_vl, ws.rows, **self.routing)
+        flow.launch(
+            "route",
+            ws.next_idx,
+            ws.next_w,
+            ws.route_logits,
+            router.bias,
+            router.bias_vl,
+            ws.rows,
+            **self.routing,
+        )
         flow.tap(tap, ws.next_idx)
         if flow.experts is not None:
             flow.experts.predict(self.next_index, ws.next_idx, flow.n_rows)

@@ -2,7 +2,8 @@
 
     plan the rows, embed, hash;  every layer;  last collapse, norm, head;  commit the n-gram ring
 
-Prefill, a chunk, a decode step, a verify of k tokens and a batch are this same list of launches over another row table.
+Prefill, a chunk, a decode step, a verify of k tokens and a batch are this same list of launches over
+another row table.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from optimized import seams, tables
@@ -36,7 +36,9 @@ WORKSPACES = 96  # kept, least recently used out first; one with a graph stays
 
 @dataclass(frozen=True)
 class Output:
-    """hidden [n, D] float32 after the final norm, logits [n, V] float32, taps by name: the live rows, copies."""
+    """hidden [n, D] float32 after the final norm, logits [n, V] float32, taps by name: the live rows,
+    copies.
+    """
 
     hidden: Tensor
     logits: Tensor
@@ -46,8 +48,9 @@ class Output:
 class OptimizedModel:
     """config.layers() on the pool's device.
 
-    ops: the table of ops ("torch" backend by default).  experts: a cache that holds the routed experts; None = all resident.
-    buckets: row counts of captured steps.  poison: NaN bytes into the workspace before every step.
+    ops: the table of ops ("torch" backend by default).  experts: a cache that holds the routed experts;
+    None = all resident. buckets: row counts of captured steps.  poison: NaN bytes into the workspace before
+    every step.
     """
 
     def __init__(
@@ -71,7 +74,11 @@ class OptimizedModel:
         self.dense = self.ops.backend == "torch"
         self.layer_weights: dict[int, LayerWeights] = {
             role.index: load_layer(
-                weights, role, self.device, dense=self.dense, resident=experts is None or not experts.has(role.index)
+                weights,
+                role,
+                self.device,
+                dense=self.dense,
+                resident=experts is None or not experts.has(role.index),
             )
             for role in config.layers()
         }
@@ -93,10 +100,11 @@ class OptimizedModel:
         replay: bool = False,
         hooks: StepHooks | None = None,
     ) -> Output:
-        """Rows of the runs, in their order; the pool's rows of these tokens are written. Checked input is the caller's duty.
+        """Rows of the runs, in their order; the pool's rows of these tokens are written. Checked input is
+        the caller's duty.
 
-        replay: through the captured step of the bucket, hooks in the contract's order; not with an expert cache, whose
-        routing is read on the host.
+        replay: through the captured step of the bucket, hooks in the contract's order; not with an expert
+        cache, whose routing is read on the host.
         """
         if replay and self.experts is not None:
             raise UnsupportedError(
@@ -130,7 +138,9 @@ class OptimizedModel:
             self.forward(Flow(ws, self.launch, 0, flow.wanted))
 
         layers = [role.index for role in self.config.layers()]
-        self.runner.step(key, layers, lambda: ws.rows.upload(host, replay=True), lambda: self.forward(flow), warm_up, hooks)
+        self.runner.step(
+            key, layers, lambda: ws.rows.upload(host, replay=True), lambda: self.forward(flow), warm_up, hooks
+        )
         if not flow.recorded:
             # the body did not run in Python: the copies lie where its capture put them
             flow.recorded = self._tap_copies(ws, flow.wanted)

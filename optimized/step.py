@@ -1,15 +1,17 @@
 """The row table of a step on the device, and the workspace that its ops write.
 
-A step is T rows of tokens of one or more sequences, each run of consecutive tokens with its own start.  Prefill, a chunk, one
-decode step, a verify of k tokens and a batch differ in this table only:
+A step is T rows of tokens of one or more sequences, each run of consecutive tokens with its own start.
+Prefill, a chunk, one decode step, a verify of k tokens and a batch differ in this table only:
 
     token_ids positions slots starts first_rows ends image_mask      int64 [T], rows of one buffer, one upload
     a padding row has position -1 and the dump slot
 
-A token c of a row's sequence lies in this step's workspace iff c >= starts[t], at row first_rows[t] + c - starts[t];
-otherwise in the sequence's rings and pages.  `plan_rows` turns the table into addresses once a step, for every layer.
+A token c of a row's sequence lies in this step's workspace iff c >= starts[t], at row first_rows[t] + c -
+starts[t]; otherwise in the sequence's rings and pages.  `plan_rows` turns the table into addresses once a
+step, for every layer.
 
-A bucket is T rows times S context tokens: S bounds the compressed rows that the step can see, and only widths depend on it.
+A bucket is T rows times S context tokens: S bounds the compressed rows that the step can see, and only
+widths depend on it.
 """
 
 from __future__ import annotations
@@ -63,7 +65,15 @@ class HostTable:
             image = run.image_mask if run.image_mask is not None else (False,) * k
             for column, values in zip(
                 columns,
-                (run.token_ids, range(run.start, end), (run.slot,) * k, (run.start,) * k, (first,) * k, (end,) * k, image),
+                (
+                    run.token_ids,
+                    range(run.start, end),
+                    (run.slot,) * k,
+                    (run.start,) * k,
+                    (first,) * k,
+                    (end,) * k,
+                    image,
+                ),
                 strict=True,
             ):
                 column.extend(int(v) for v in values)
@@ -72,7 +82,9 @@ class HostTable:
 
 @dataclass
 class RatioRows:
-    """Addresses of one compress ratio r. Rows are flat rows of the append buffers (page * rows_a_page + offset)."""
+    """Addresses of one compress ratio r. Rows are flat rows of the append buffers (page * rows_a_page +
+    offset).
+    """
 
     ratio: int
     rows_a_page: int
@@ -149,8 +161,12 @@ class Rows:
         seams.upload(self.table, host.columns, self.n_rows, replay, padding)
 
 
-def make_rows(config: V41Config, pool: StatePool, n_rows: int, context: int, *, addresses: bool = True) -> Rows:
-    """Buffers of a bucket. context: tokens, a multiple of the page size. addresses=False leaves `address` empty."""
+def make_rows(
+    config: V41Config, pool: StatePool, n_rows: int, context: int, *, addresses: bool = True
+) -> Rows:
+    """Buffers of a bucket. context: tokens, a multiple of the page size. addresses=False leaves `address`
+    empty.
+    """
     if context % pool.page_tokens:
         raise InputError(
             field="context", expected=f"a multiple of page_tokens = {pool.page_tokens}", actual=context,
@@ -199,7 +215,9 @@ def make_rows(config: V41Config, pool: StatePool, n_rows: int, context: int, *, 
         dump_page=pool.dump_page,
         window=w,
         ring_size=seams.ring_rows(w, pool.ring_spare),
-        ngram_size=seams.ngram_rows(config.engram_max_ngram_size, pool.ring_spare) if config.engram_layer_ids else 0,
+        ngram_size=seams.ngram_rows(config.engram_max_ngram_size, pool.ring_spare)
+        if config.engram_layer_ids
+        else 0,
         context=context,
         rope_cos=torch.zeros((kinds, t, half), device=device),
         rope_sin=torch.zeros((kinds, t, half), device=device),

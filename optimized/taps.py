@@ -1,6 +1,8 @@
-"""From the raw copies that a step took to the taps' values: decoded, cut to the live rows and to what each row can see.
+"""From the raw copies that a step took to the taps' values: decoded, cut to the live rows and to what each
+row can see.
 
-Score-like taps are as wide as the longest run needs (end // r rows); beyond a row's own run they hold NaN, `candidates` False.
+Score-like taps are as wide as the longest run needs (end // r rows); beyond a row's own run they hold NaN,
+`candidates` False.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optimized.ops.moe import expert_scores
 from optimized.ops.quantise import FP8, decode_q4i, decode_q8
 from optimized.step import HostTable
 from optimized.weights import LayerWeights
@@ -15,19 +18,21 @@ from reference.config import V41Config
 from reference.indexer import block_scores, selection_margin
 
 GLOBAL = ("engram_hash", "final_collapsed", "final_normed", "hidden", "logits", "main_hidden")
-LAYER = (
-    "stream", "pre_mix", "attn_pre", "attn_in", "attn_out", "ffn_in", "ffn_out", "mid_stream", "engram_out", "engram_gate",
-    "q", "win_row", "sparse_o", "latent", "index_q", "index_w", "index_score", "index_score_masked", "candidates", "selection",
-    "topk_idxs", "moe_idx", "moe_w", "index_margin", "cand_margin", "route_margin", "next_experts",
-)  # fmt: skip
 
 
 def finish(
-    recorded: dict[str, tuple[Tensor, ...]], host: HostTable, config: V41Config, weights: dict[int, LayerWeights]
+    recorded: dict[str, tuple[Tensor, ...]],
+    host: HostTable,
+    config: V41Config,
+    weights: dict[int, LayerWeights],
 ) -> dict[str, Tensor]:
     """Copies by tap name -> values by tap name."""
     live = {name: tuple(part[: host.n_rows] for part in parts) for name, parts in recorded.items()}
-    values = {name: _value(name, parts, host, config, weights) for name, parts in live.items() if not name.endswith(".entry")}
+    values = {
+        name: _value(name, parts, host, config, weights)
+        for name, parts in live.items()
+        if not name.endswith(".entry")
+    }
     entries = [live[f"L{i}.entry"][0] for i in config.dspark_target_layer_ids if f"L{i}.entry" in live]
     if entries:
         values["main_hidden"] = torch.cat([e.float().mean(1).bfloat16().float() for e in entries], dim=-1)
@@ -86,8 +91,6 @@ def _candidate_margin(scores: Tensor, host: HostTable, ratio: int, config: V41Co
 
 
 def _route_margin(logits: Tensor, host: HostTable, config: V41Config, weights: LayerWeights) -> Tensor:
-    from optimized.ops.moe import expert_scores
-
     image = torch.tensor(host.columns["image_mask"], dtype=torch.bool, device=logits.device).unsqueeze(-1)
     biased = expert_scores(logits / config.gate_temp, config.scoring_func)
     biased = biased + torch.where(image, weights.ffn.bias_vl, weights.ffn.bias)

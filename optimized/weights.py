@@ -1,13 +1,17 @@
-"""Weights in the layout that the ops read: storage codes with their scales, products of one input joined, experts in banks.
+"""Weights in the layout that the ops read: storage codes with their scales, products of one input joined,
+experts in banks.
 
-    Weight.codes, Weight.scale   what a kernel reads: fp8 e4m3 + one e8m0 byte a 32x32 tile, fp4 pairs + one e8m0 byte for a row
+    Weight.codes, Weight.scale   what a kernel reads: fp8 e4m3 + one e8m0 byte a 32x32 tile, fp4 pairs + one
+                                 e8m0 byte for a row
                                  and 32 columns, bf16, or fp32
-    Weight.dense                 float64 [E or 1, K, N'] for the plain-torch ops: decoding is exact, and a product accumulated in
-                                 float64 and rounded once depends on no order.  A single matrix has a leading 1.
-                                 N' = N rounded up to 8: a row of the
-                                 product then starts at a 64-byte boundary whatever its index, which keeps its bits
+    Weight.dense                 float64 [E or 1, K, N'] for the plain-torch ops: decoding is exact, and a
+                                 product accumulated in
+                                 float64 and rounded once depends on no order.  A single matrix has a
+                                 leading 1. N' = N rounded up to 8: a row of the product then starts at a
+                                 64-byte boundary whatever its index, which keeps its bits
 
-`wqa_kv` joins wq_a and wkv (both read the attention input), `kv_gate` joins compressor.wkv and wgate, `w13` joins w1 and w3.
+`wqa_kv` joins wq_a and wkv (both read the attention input), `kv_gate` joins compressor.wkv and wgate, `w13`
+joins w1 and w3.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.dense) if t is not None)
+        return sum(
+            t.numel() * t.element_size() for t in (self.codes, self.scale, self.dense) if t is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,9 @@ class Table:
     scale: Tensor
 
 
-def pack(parts: Linear | Sequence[Linear], device: torch.device, *, dense: bool, upcast: bool = False) -> Weight:
+def pack(
+    parts: Linear | Sequence[Linear], device: torch.device, *, dense: bool, upcast: bool = False
+) -> Weight:
     """Matrices that read one input, stacked along N. upcast: hold a bf16 matrix whose product stays fp32."""
     parts = [parts] if isinstance(parts, Linear) else list(parts)
     kind = parts[0].kind
@@ -125,7 +133,8 @@ def _aligned(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Site:
-    """One hyper-connection site, fp32: fn [(2+N)N, N*D], scale [3], base [(2+N)N], and the norm behind its collapse [D].
+    """One hyper-connection site, fp32: fn [(2+N)N, N*D], scale [3], base [(2+N)N], and the norm behind its
+    collapse [D].
 
     column_scale [(2+N)N]: the scale of each of fn's rows.
     """
@@ -211,7 +220,10 @@ def load_layer(
     engram = None
     if role.has_engram:
         qw, kw = (weights[f"{prefix}.engram.{n}_weight"].float() for n in "qk")
-        embed = (weights[f"{prefix}.engram.embed.weight"], weights[f"{prefix}.engram.embed.scale"].view(torch.uint8))
+        embed = (
+            weights[f"{prefix}.engram.embed.weight"],
+            weights[f"{prefix}.engram.embed.scale"].view(torch.uint8),
+        )
         engram = EngramWeights(
             table=Table(*(t.to(device) for t in embed)),
             wkv=pack(weights.linear(f"{prefix}.engram.wkv"), device, dense=dense),
@@ -232,7 +244,9 @@ def _site(weights: Weights, site: str, norm: str, device: torch.device, dense: b
     streams = weights.config.hc_mult
     counts = torch.tensor((streams, streams, streams * streams), device=device)
     column_scale = scale.repeat_interleave(counts)
-    return Site(pack(fn, device, dense=dense), scale, base, weights[f"{norm}.weight"].float().to(device), column_scale)
+    return Site(
+        pack(fn, device, dense=dense), scale, base, weights[f"{norm}.weight"].float().to(device), column_scale
+    )
 
 
 def _attention(
@@ -250,7 +264,10 @@ def _attention(
     if role.is_kv_source:
         names = ("compressor.wkv",) if role.ratio == 1 else ("compressor.wkv", "compressor.wgate")
         compressor = CompressorWeights(
-            packed(*names), vector("compressor.norm.weight"), packed("indexer.wk"), vector("indexer.k_norm.weight")
+            packed(*names),
+            vector("compressor.norm.weight"),
+            packed("indexer.wk"),
+            vector("indexer.k_norm.weight"),
         )
     if role.is_index_source:
         indexer = IndexerWeights(packed("indexer.wq_b"), packed("indexer.weights_proj"))

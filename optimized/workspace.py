@@ -1,7 +1,8 @@
-"""Every buffer that the ops of a step write beside the state: one set a bucket of T rows and S context tokens.
+"""Every buffer that the ops of a step write beside the state: one set a bucket of T rows and S context
+tokens.
 
-Nothing here outlives a step: any step may overwrite it, and checking mode poisons it between steps.  Names are those of the op
-contract; the taps of a step are copies of these buffers.
+Nothing here outlives a step: any step may overwrite it, and checking mode poisons it between steps.  Names
+are those of the op contract; the taps of a step are copies of these buffers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from optimized.step import Rows, make_rows
 from optimized.state_pool import StatePool
+from optimized.step import Rows, make_rows
 from reference.config import V41Config
 
 BF16, F32, I64, U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
@@ -125,7 +126,8 @@ def make_workspace(
     scratch: Shapes | None = None,
     plain: bool = True,
 ) -> Workspace:
-    """splits: partial results of hc_mix.  plain: for the plain-torch ops, with every context row's address; kernels walk the
+    """splits: partial results of hc_mix.  plain: for the plain-torch ops, with every context row's address;
+    kernels walk the
     page table."""
     device, t, c = pool.device, n_rows, config
     n, d, width, heads = c.hc_mult, c.hidden_size, c.head_dim, c.num_attention_heads

@@ -1,11 +1,11 @@
 """Plain-torch ops of the step: the contract of every launch, and the form that runs where there is no kernel.
 
-An op is `op(*out, *in, **constants) -> None`: it writes its out buffers and nothing else, reads no device data on the host, and
-computes row t from row t's inputs in an order that depends on row t alone.  Which torch functions keep that promise was
-measured, and tests/optimized/test_row_invariance.py holds it: products are `bmm` over [T, 1, K] in float64, rows
-aligned to 64 bytes; exp, log1p, division and reductions over whole rows keep their bits, while torch's sigmoid, silu,
-softplus and exp2 don't (the vector body and the scalar tail of a loop differ in the last bit), so those four are
-written out.
+An op is `op(*out, *in, **constants) -> None`: it writes its out buffers and nothing else, reads no device
+data on the host, and computes row t from row t's inputs in an order that depends on row t alone.  Which
+torch functions keep that promise was measured, and tests/optimized/test_row_invariance.py holds it:
+products are `bmm` over [T, 1, K] in float64, rows aligned to 64 bytes; exp, log1p, division and reductions
+over whole rows keep their bits, while torch's sigmoid, silu, softplus and exp2 don't (the vector body and
+the scalar tail of a loop differ in the last bit), so those four are written out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """sparse_attention over packed rows (reference/sparse_attention.py; numeric contract, section 11).
 
     list of a query = W window places, oldest first, then topk selected rows; absent places score -inf
-    online softmax over blocks of 64 places in list order: fp32 denominator, bf16(p) in the product with the values
-    o = inverse rotation of bf16(accumulator / (denominator + exp(sink - maximum)))
+    online softmax over blocks of 64 places in list order: fp32 denominator, bf16(p) in the product with the
+    values o = inverse rotation of bf16(accumulator / (denominator + exp(sink - maximum)))
 
-A window place is read from this step's rows or from the ring, a selected one from the latent pages; all decode exactly.
+A window place is read from this step's rows or from the ring, a selected one from the latent pages; all
+decode exactly.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def sparse_attention(
     scale: float,
     scratch: Any = None,
 ) -> None:
-    """o, sparse_o bf16 [T, H, C] <- q bf16 [T, H, C], win_row u8 [T, C + C/32], window, latent (state), sel_row i64 [T, topk].
+    """o, sparse_o bf16 [T, H, C] <- q bf16 [T, H, C], win_row u8 [T, C + C/32], window, latent (state),
+    sel_row i64 [T, topk].
 
     sparse_o is the result before the inverse rotation, o the one after it.
     """

@@ -1,6 +1,7 @@
 """Ring commits: rows of this step that the rings keep, written after every reader of the layer.
 
-Only the last rows of a run are kept, so no two rows of a step meet in one ring row; the others go to the dump slot.
+Only the last rows of a run are kept, so no two rows of a step meet in one ring row; the others go to the
+dump slot.
 """
 
 from __future__ import annotations

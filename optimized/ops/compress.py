@@ -1,4 +1,5 @@
-"""The compressor and the index key of a KV source (reference/compressor.py, reference/indexer.py; contract, section 9).
+"""The compressor and the index key of a KV source (reference/compressor.py, reference/indexer.py; contract,
+section 9).
 
     latent = norm(bf16(sum_t a_t softmax_t(g_t)))      over the r tokens of the group that ends at this row
     row    = Q4c(rotate(latent, first position))        C/2 code bytes, then C/16 scale bytes
@@ -34,7 +35,8 @@ def compress(
     norm_eps: float,
     scratch: Any = None,
 ) -> None:
-    """latent_row bf16 [T, C] and state rows of latent u8 [rows, C/2 + C/16] <- kv_score, pending f32 [rows, 2, C].
+    """latent_row bf16 [T, C] and state rows of latent u8 [rows, C/2 + C/16] <- kv_score, pending f32 [rows,
+    2, C].
 
     kv_score: bf16 [T, C] at ratio 1 (no gate), f32 [T, 2C] = (kv, score) above.
     """

@@ -1,4 +1,5 @@
-"""embed: a token's row in every stream, the first collapse weights; copy_tap: an inner tensor kept for the caller.
+"""embed: a token's row in every stream, the first collapse weights; copy_tap: an inner tensor kept for the
+caller.
 
     stream[t, c] = embed[token],  pre_mix[t] = (1, 0, 0, ...)
 """

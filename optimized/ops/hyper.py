@@ -1,12 +1,13 @@
 """Hyper-connections (reference/hyper_connections.py; numeric contract, section 5).
 
     hc_expand      h'_k = bf16(post_k y + sum_j comb_(jk) h_j)
-    hc_mix         m = flat(h) W_fn^T and the sum of squares of flat(h), in `splits` partial results over slices of D
+    hc_mix         m = flat(h) W_fn^T and the sum of squares of flat(h), in `splits` partial results over
+                   slices of D
     hc_collapse    coefficients of the site from m, Sinkhorn, x = RMSNorm(collapse(h, delayed pre)), Q8(x)
     final_collapse the model's last collapse and norm
 
-The projection and the collapse of a site read the same streams and don't wait for each other: expand and mix are one launch, the rest
-another.
+The projection and the collapse of a site read the same streams and don't wait for each other: expand and
+mix are one launch, the rest another.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from optimized.weights import Site, Weight
 def hc_expand(
     stream_out: Tensor, y: Tensor, stream_in: Tensor, post: Tensor, comb: Tensor, *, scratch: Any = None
 ) -> None:
-    """stream_out bf16 [T, N, D] <- y bf16 [T, D], stream_in bf16 [T, N, D], post f32 [T, N], comb f32 [T, N, N]."""
+    """stream_out bf16 [T, N, D] <- y bf16 [T, D], stream_in bf16 [T, N, D], post f32 [T, N], comb f32 [T,
+    N, N].
+    """
     stream_out.copy_(seams.expand(y, stream_in, post, comb))
 
 

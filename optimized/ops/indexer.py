@@ -1,9 +1,10 @@
-"""Index query, scores from packed keys, candidate blocks and the selection (reference/indexer.py; contract, section 10).
+"""Index query, scores from packed keys, candidate blocks and the selection (reference/indexer.py; contract,
+section 10).
 
     iq     = Q4i(rotate(wq_b qr))
-    score  = bf16(sum_h bf16(relu(bf16(iq_h . key_j)) w_h)),  -inf from row `visible` on
-    blocks = the topk_blocks best blocks by their best row, the newest visible row's block always, none without a finite score
-    selection = the topk best rows (score down, position up), ids ascending, -1 at the end
+    score  = bf16(sum_h bf16(relu(bf16(iq_h . key_j)) w_h)),  -inf from row `visible` on blocks = the
+    topk_blocks best blocks by their best row, the newest visible row's block always, none without a finite
+    score selection = the topk best rows (score down, position up), ids ascending, -1 at the end
 
 Scores have 8 significant bits, so equal ones are common: a stable sort gives them to the lowest position.
 """
@@ -44,7 +45,9 @@ def index_scores(
     ratio: int,
     scratch: Any = None,
 ) -> None:
-    """score bf16 [T, S / r] <- iq, index_w bf16 [T, Hi], keys u8 [rows, Ci/2 + Ci/32] of the publishing layer."""
+    """score bf16 [T, S / r] <- iq, index_w bf16 [T, Hi], keys u8 [rows, Ci/2 + Ci/32] of the publishing
+    layer.
+    """
     plan = rows.ratios[ratio]
     half = iq.shape[2]
     packed = keys.index_select(0, plan.index_address.view(-1))
@@ -56,14 +59,23 @@ def index_scores(
 
 
 def candidate_blocks(
-    blocks: Tensor, score: Tensor, rows: Rows, *, ratio: int, block_size: int, topk_blocks: int, scratch: Any = None
+    blocks: Tensor,
+    score: Tensor,
+    rows: Rows,
+    *,
+    ratio: int,
+    block_size: int,
+    topk_blocks: int,
+    scratch: Any = None,
 ) -> None:
     """blocks bool [T, ceil(S / r / block_size)] <- score bf16 [T, S / r]."""
     visible = rows.ratios[ratio].visible
     padding = blocks.shape[1] * block_size - score.shape[1]
     padded = torch.nn.functional.pad(score, (0, padding), value=-torch.inf) if padding else score
     best = padded.view(*blocks.shape, block_size).amax(-1)
-    newest = torch.div(visible - 1, block_size, rounding_mode="floor").unsqueeze(-1)  # -1 where nothing is visible
+    newest = torch.div(visible - 1, block_size, rounding_mode="floor").unsqueeze(
+        -1
+    )  # -1 where nothing is visible
     best = best.masked_fill(torch.arange(blocks.shape[1], device=best.device) == newest, torch.inf)
     _, order = seams.top_k(best, topk_blocks)
     blocks.zero_()
@@ -71,7 +83,9 @@ def candidate_blocks(
     blocks.logical_and_(best > -torch.inf)
 
 
-def mask_scores(score_masked: Tensor, score: Tensor, blocks: Tensor, *, block_size: int, scratch: Any = None) -> None:
+def mask_scores(
+    score_masked: Tensor, score: Tensor, blocks: Tensor, *, block_size: int, scratch: Any = None
+) -> None:
     """score_masked bf16 [T, S / r] <- score, -inf outside the candidate blocks."""
     inside = blocks.repeat_interleave(block_size, dim=1)[:, : score.shape[1]]
     score_masked.copy_(score.masked_fill(~inside, -torch.inf))
@@ -87,7 +101,8 @@ def select(
     keep_unreachable: bool = False,
     scratch: Any = None,
 ) -> None:
-    """selection i64 [T, topk] row ids, sel_row i64 [T, topk] flat append rows, -1 where absent <- score bf16 [T, S / r].
+    """selection i64 [T, topk] row ids, sel_row i64 [T, topk] flat append rows, -1 where absent <- score
+    bf16 [T, S / r].
 
     keep_unreachable: fill up with visible rows that score -inf, as the release does.
     """

@@ -4,8 +4,9 @@
     h = Q8(bf16(weight silu(min(g, limit)) clamp(u, +-limit))),  (g, u) = bf16(w13 x);  ye = bf16(w2 h)
     out = bf16(sum of ye in ascending expert id, then the shared expert)
 
-Slot k < K of a row is its k-th chosen expert, slot K the shared one (no route weight).  expert_slots i64 [E]: where a bank that holds
-only part of the experts keeps each, -1 = not here; a place whose expert isn't here is left as it is, for another pass.
+Slot k < K of a row is its k-th chosen expert, slot K the shared one (no route weight).  expert_slots i64
+[E]: where a bank that holds only part of the experts keeps each, -1 = not here; a place whose expert isn't
+here is left as it is, for another pass.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def route(
     route_scale: float,
     scratch: Any = None,
 ) -> None:
-    """moe_idx i64 [T, K] best first, moe_w f32 [T, K] <- logits f32 [T, E]; the bias takes part in the choice alone."""
+    """moe_idx i64 [T, K] best first, moe_w f32 [T, K] <- logits f32 [T, E]; the bias takes part in the
+    choice alone.
+    """
     scores = expert_scores(logits if temperature == 1 else logits / temperature, scoring)
     if bias_vl is not bias:
         bias = torch.where((rows.image_mask != 0).unsqueeze(-1), bias_vl, bias)
@@ -69,7 +72,9 @@ def expert_up(
     expert_slots: Tensor | None = None,
     scratch: Any = None,
 ) -> None:
-    """h bf16 [T, K+1, F], its Q8 <- x bf16 [T, D], (xq, xs), moe_idx, moe_w, w13 bank [E, 2F, D], shared_w13 [2F, D]."""
+    """h bf16 [T, K+1, F], its Q8 <- x bf16 [T, D], (xq, xs), moe_idx, moe_w, w13 bank [E, 2F, D],
+    shared_w13 [2F, D].
+    """
     t, k = moe_idx.shape
     assert shared_w13.dense is not None
     rows_in = operand(x, xq, xs, w13)
@@ -115,7 +120,9 @@ def expert_down(
 
 
 def moe_combine(out: Tensor, ye: Tensor, moe_idx: Tensor, *, scratch: Any = None) -> None:
-    """out bf16 [T, D] <- ye bf16 [T, K+1, D], summed in float32 in ascending expert id, the shared expert last."""
+    """out bf16 [T, D] <- ye bf16 [T, K+1, D], summed in float32 in ascending expert id, the shared expert
+    last.
+    """
     k = moe_idx.shape[1]
     order = moe_idx.argsort(dim=-1)
     values = ye.float()

@@ -3,10 +3,11 @@
     fp8, fp4   y = bf16(Q8(x) W^T), x as (codes, scales) made once for all products that read it
     bf16       y = bf16(x W^T)
     fp32       y = x W^T in float32
-    linear_rope   the bf16 result, its last channels of every head rotated at the row's position, rounded again
+    linear_rope   the bf16 result, its last channels of every head rotated at the row's position, rounded
+                  again
 
-Operands decode exactly; the sum is accumulated in float64 and rounded to float32 once, then to bf16, so that it depends on no order
-and equals the reference's.
+Operands decode exactly; the sum is accumulated in float64 and rounded to float32 once, then to bf16, so
+that it depends on no order and equals the reference's.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def linear_rope(
     rotary: int,
     scratch: Any = None,
 ) -> None:
-    """out bf16 [T, H, C] <- the product, rotated on the last `rotary` channels of each head with rope kind `kind`."""
+    """out bf16 [T, H, C] <- the product, rotated on the last `rotary` channels of each head with rope kind
+    `kind`.
+    """
     assert w.dense is not None
     y = row_products(operand(x, xq, xs, w), w.dense, w.shape[0])
     out.copy_(y.view(out.shape))

@@ -1,14 +1,14 @@
 """attn_prep: what follows the joined product of wq_a and wkv (reference/attention.py `query`, `window_row`).
 
-    qr  = q_norm(wq_a x), and its Q8            read by wq_b and the indexer's wq_b
-    row = Q8(rotate(kv_norm(wkv x)))            key and value of every head, packed: C codes, then C/32 scale bytes
+qr  = q_norm(wq_a x), and its Q8            read by wq_b and the indexer's wq_b
+row = Q8(rotate(kv_norm(wkv x)))            key and value of every head, packed: C codes, then C/32
+                                            scale bytes
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from optimized.ops.norm import rms_norm

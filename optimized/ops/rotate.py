@@ -1,4 +1,5 @@
-"""Rotation of the last channels, adjacent pairs as complex numbers (reference/rotary.py; numeric contract, section 7).
+"""Rotation of the last channels, adjacent pairs as complex numbers (reference/rotary.py; numeric contract,
+section 7).
 
     (re, im) -> (re cos - im sin, re sin + im cos) in float32; the inverse negates sin
 

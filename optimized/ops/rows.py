@@ -1,9 +1,12 @@
 """plan_rows: from the row table to addresses, once a step, for every layer.
 
-    window list of row t     tokens p-W+1 .. p, oldest first, absent before 0: in this step's rows or in the ring
+    window list of row t     tokens p-W+1 .. p, oldest first, absent before 0: in this step's rows or in the
+                             ring
     visible                  (p+1) // r compressed rows
-    append row               of the group that ends at p: page_table[slot][j r // page_tokens], offset j mod rows a page
-    destinations             ring rows that keep this row; whatever isn't kept goes to the dump slot or the dump page
+    append row               of the group that ends at p: page_table[slot][j r // page_tokens], offset j mod
+                             rows a page
+    destinations             ring rows that keep this row; whatever isn't kept goes to the dump slot or the
+                             dump page
 
 Padding rows (position -1) see nothing and write dump rows only.
 """
@@ -27,7 +30,14 @@ def plan_rows(rows: Rows, *, scratch: Any = None) -> None:
     window_dump = seams.padding_target(rows.dump_slot * rows.ring_size)
     _destination(rows.ring_dst, p, slots, ends, rows.ring_size, window_dump)
     if rows.ngram_size:
-        _destination(rows.ngram_dst, p, slots, ends, rows.ngram_size, seams.padding_target(rows.dump_slot * rows.ngram_size))
+        _destination(
+            rows.ngram_dst,
+            p,
+            slots,
+            ends,
+            rows.ngram_size,
+            seams.padding_target(rows.dump_slot * rows.ngram_size),
+        )
         _lookback(rows, p, slots, starts, firsts)
     rope_positions = [p, p]
     for plan in rows.ratios.values():
@@ -37,7 +47,11 @@ def plan_rows(rows: Rows, *, scratch: Any = None) -> None:
             _pending(rows, plan, p, slots, starts, firsts, ends)
     angle = torch.stack(rope_positions).to(torch.float32).unsqueeze(-1)  # [kinds, T, 1]
     kinds = len(rope_positions)
-    frequencies = torch.cat((rows.frequencies, rows.frequencies[1:].expand(kinds - 2, -1))) if kinds > 2 else rows.frequencies
+    frequencies = (
+        torch.cat((rows.frequencies, rows.frequencies[1:].expand(kinds - 2, -1)))
+        if kinds > 2
+        else rows.frequencies
+    )
     angle = angle * frequencies.unsqueeze(1)
     torch.cos(angle, out=rows.rope_cos)
     torch.sin(angle, out=rows.rope_sin)
@@ -108,8 +122,12 @@ def _pending(
     size = plan.pending_size
     dump = seams.padding_target(rows.dump_slot * size)
     kept = seams.commit_mask(p, ends, size)
-    plan.pending_dst.copy_(torch.where(kept, seams.ring_address(slots, seams.pending_row(p, size), size), dump))
-    token = p.unsqueeze(1) + torch.arange(1 - plan.ratio, 1, device=p.device)  # [T, r], of the group that ends at p
+    plan.pending_dst.copy_(
+        torch.where(kept, seams.ring_address(slots, seams.pending_row(p, size), size), dump)
+    )
+    token = p.unsqueeze(1) + torch.arange(
+        1 - plan.ratio, 1, device=p.device
+    )  # [T, r], of the group that ends at p
     used = plan.completes.unsqueeze(1)
     step = used & seams.from_this_step(token, starts.unsqueeze(1))
     plan.pending_from_step.copy_(step)
