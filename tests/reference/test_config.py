@@ -111,6 +111,21 @@ def test_release_config_json_is_the_preset(tmp_path):
     assert load_config(tmp_path) == load_config(tmp_path / "config.json") == FLASH
 
 
+def test_rope_scaling_is_read_field_by_field():
+    given = release_config_json()
+    given["text_config"]["rope_scaling"] = {
+        "type": "yarn", "factor": 8, "beta_fast": 16, "beta_slow": 2, "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    config = V41Config.from_json(given)
+    assert (config.rope_factor, config.rope_beta_fast, config.rope_beta_slow) == (8.0, 16.0, 2.0)
+    assert config.original_max_position_embeddings == 4096
+    given["text_config"]["rope_scaling"] = None
+    assert V41Config.from_json(given).original_max_position_embeddings == 0
+    given["text_config"]["rope_scaling"] = "yarn"
+    with pytest.raises(ConfigError, match="rope_scaling"):
+        V41Config.from_json(given)
+
+
 @pytest.mark.parametrize("path", OFFICIAL, ids=lambda path: path.stem)
 def test_inference_names_of_the_golden_files_load(path):
     given = golden_config(path)

@@ -30,7 +30,7 @@ def ids(*texts: str) -> list[int]:
         ((" ", "", "\n\n", "\t"), [0, 1, 0, 0]),
         (("Σ", "σ", "ΑΣ", "ας"), [0, 0, 1, 2]),
         (("\u0301", "\u0300", " \u0301"), [0, 1, 2]),
-        (("\x1c", "\x1d"), [0, 1]),
+        (("a\x1c", "a", "a\x85", "a\u2003"), [0, 1, 1, 1]),  # U+001C is no white space, U+0085 is
         (("a\ue000", "a ", "\ue000", " "), [0, 1, 2, 2]),  # the character set aside is a space to the hash
     ],
 )
