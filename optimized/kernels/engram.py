@@ -64,8 +64,8 @@ def gather_kernel(x, xq, xs, hashes, codes, scales, count, stride, first, column
     d = tl.arange(0, WIDTH)
     G: tl.constexpr = WIDTH // 32
     g = tl.arange(0, G)
-    code = tl.load(codes + row * WIDTH + d, mask=ok & (d < WIDTH), other=0).to(tl.int32)
-    byte = tl.load(scales + row * G + g, mask=ok & (g < G), other=127)
+    code = tl.load(codes + row * WIDTH + d, mask=d < tl.where(ok, WIDTH, 0), other=0).to(tl.int32)
+    byte = tl.load(scales + row * G + g, mask=g < tl.where(ok, G, 0), other=127)
     # torch: x = where(inside, codes * 2 ** (scale - 127), 0).bfloat16()
     v = tl.reshape(e4m3_value(code), (1, G, 32)) * power_f32(byte)[None, :, None]
     v = round_bf16(v)

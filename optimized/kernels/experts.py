@@ -92,10 +92,10 @@ def tile_rows(count, expert, members, idx, bank_rows, tile, n_tiles, T, K, BM: t
             e = tl.load(idx + tile).to(tl.int32)
         slots = s // K * (K + 1) + s % K
     row = e.to(tl.int64)
-    if MAPPED:
+    if MAPPED and shared == 0:
         row = tl.load(bank_rows + row).to(tl.int64)
         # an expert that the bank doesn't hold: its places are left as they are
-        ok = ok & (shared | (row >= 0))
+        ok = ok & (row + m * 0 >= 0)
         row = tl.maximum(row, 0)
     return slots.to(tl.int64), ok, row, shared
 
@@ -135,7 +135,7 @@ def up_kernel(
         g = tl.minimum(g, limit)
     # torch: z = w * (silu(g) * u)
     z = g / (1.0 + tl.exp(-g)) * u
-    routed = ok & (tile < n_tiles)
+    routed = ok & (slots % (K + 1) < K)
     rw = tl.load(weight + t * K + slots % (K + 1), mask=routed, other=1.0)
     z = round_bf16(z * rw[None, :])
     at = slots[None, :] * F + (f0 + tl.arange(0, 32))[:, None]
@@ -212,7 +212,7 @@ def route_kernel(
     else:
         s = 1.0 / (1.0 + tl.exp(-v))
     live = tl.load(image + t) != 0
-    b = tl.load(bias + e, mask=ok & (live == 0), other=0.0) + tl.load(bias_vl + e, mask=ok & live, other=0.0)
+    b = tl.where(live, tl.load(bias_vl + e, mask=ok, other=0.0), tl.load(bias + e, mask=ok, other=0.0))
     choice = tl.where(ok & (s == s), s + b, float("-inf"))
     taken = e < 0
     k = tl.arange(0, 16)

@@ -94,10 +94,10 @@ def group_values(kv_score, pending, ring, step, from_step, t, i, width, RATIO: t
     d = tl.arange(0, C)
     new = tl.load(from_step + t * RATIO + i) != 0
     base = tl.where(new, tl.load(step + t * RATIO + i), tl.load(ring + t * RATIO + i)) * (2 * C)
-    kv = tl.load(kv_score + base + d, mask=new & (d < C), other=0.0)
-    kv += tl.load(pending + base + d, mask=(new == 0) & (d < C), other=0.0)
-    g = tl.load(kv_score + base + C + d, mask=new & (d < C), other=0.0)
-    g += tl.load(pending + base + C + d, mask=(new == 0) & (d < C), other=0.0)
+    kv = tl.load(kv_score + base + d, mask=d < tl.where(new, C, 0), other=0.0)
+    kv += tl.load(pending + base + d, mask=d < tl.where(new, 0, C), other=0.0)
+    g = tl.load(kv_score + base + C + d, mask=d < tl.where(new, C, 0), other=0.0)
+    g += tl.load(pending + base + C + d, mask=d < tl.where(new, 0, C), other=0.0)
     return kv, g
 
 
