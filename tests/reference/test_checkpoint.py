@@ -227,3 +227,32 @@ def test_token_map_is_given_or_comes_from_the_tokenizer(tmp_path):
     assert torch.equal(CheckpointWeights(tmp_path, TOY, token_map=given).token_map, given)
     with pytest.raises(WeightsError, match="token_map"):
         CheckpointWeights(tmp_path, TOY, token_map=given[:-1])
+
+
+@pytest.mark.slow
+def test_one_layer_of_a_checkpoint_of_released_size(tmp_path):
+    """512 GB in 41 sparse files: a layer's tensors are found and read without the rest."""
+    flash = V41Config.flash()
+    formats = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
+    formats |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0"}
+    weight_map, files = {}, {}
+    for name, spec in tensor_specs(flash).items():
+        part = name.split(".")[1] if name.startswith("layers.") else "rest"
+        weight_map[name] = f"model-{part}.safetensors"
+        files.setdefault(weight_map[name], []).append(spec)
+    for file, specs in files.items():
+        header, offset = {}, 0
+        for spec in specs:
+            end = offset + spec.nbytes
+            entry = {"dtype": formats[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+            header[spec.name], offset = entry, end
+        text = json.dumps(header).encode()
+        with open(tmp_path / file, "wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.truncate(8 + len(text) + offset)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    weights = CheckpointWeights(tmp_path, flash.sliced((20,)))
+    assert {file.name for file in weights.files_opened} == {"model-20.safetensors", "model-rest.safetensors"}
+    assert weights["layers.20.ffn.experts.383.w2.weight"].shape == (5120, 1152)
+    assert weights.bytes_read == 5120 * 1152
+    assert len(CheckpointWeights(tmp_path, flash).files_opened) == 41
