@@ -75,7 +75,8 @@ class CheckpointWeights(Weights):
         self.path = Path(path)
         self.bytes_read = 0
         self.files_opened: set[Path] = set()
-        self._readers: dict[Path, Any] = {}  # opening one parses its header, which may list thousands of tensors
+        # kept open: opening one parses its header, which may list thousands of tensors
+        self._readers: dict[Path, Any] = {}
         self._token_map = None if token_map is None else check_token_map(config, token_map)
         self._stored, problems = locate(self.path, config, self.files_opened)
         self._specs = tensor_specs(config)

@@ -231,8 +231,17 @@ class TransformerLayer(OtherLayersMethods):
     # graph replay, in this order: prestage on every layer, check_replay_room on every layer, replay (or
     # capture and run), sync_replayed_step on every layer
 
-    def decode_prestage(self, state: Any, token_ids: Sequence[int], position: int) -> None:
-        """Host work of the coming step: n-gram hash and row fetch. The n-gram history advances here, once."""
+    def decode_prestage(
+        self,
+        state: Any,
+        token_ids: Sequence[int],
+        position: int,
+        image_mask: Sequence[bool] | None = None,
+    ) -> None:
+        """Host work of the coming step: n-gram hash and row fetch. The n-gram history advances here, once.
+
+        image_mask: which tokens stand for an image patch; None = those whose id is config.image_token_id.
+        """
 
     def decode_prestage_rearm(self, state: Any) -> None:
         """After a failed capture, before the step runs eagerly: recomputes nothing, may be called again."""
