@@ -98,9 +98,9 @@ class ReferenceEngine:
 
     def close(self, sequence: Hashable) -> None:
         """Forget a sequence; closing it again does nothing."""
-        if sequence not in self._live and not self._was_opened(sequence):
+        if type(sequence) is not int or not 0 < sequence <= self._opened:
             raise self._unknown(sequence)
-        self._live.pop(sequence, None)  # type: ignore[call-overload]
+        self._live.pop(sequence, None)
 
     def length(self, sequence: Hashable) -> int:
         """Tokens that the sequence has seen."""
@@ -108,9 +108,9 @@ class ReferenceEngine:
 
     def history(self, sequence: Hashable) -> SequenceHistory:
         """Everything that a live sequence has seen.  Raises StateError after its close."""
-        if sequence in self._live:
-            return self._live[sequence]
-        raise self._unknown(sequence)
+        if type(sequence) is not int or sequence not in self._live:
+            raise self._unknown(sequence)
+        return self._live[sequence]
 
     # steps
 
@@ -195,14 +195,14 @@ class ReferenceEngine:
     def rollback(self, sequence: Hashable, length: int) -> None:
         """Drop the tokens from `length` on."""
         history = self.history(sequence)
-        if not 0 <= length <= history.length:
+        if type(length) is not int or not 0 <= length <= history.length:
             raise RollbackError(
                 field="length",
                 expected=f"0 <= length <= {history.length}",
                 actual=length,
                 hint="a sequence can only be rewound to a length that it has had",
             )
-        history.length = length
+        history.length = length  # last_key_owner stays: every step ends with the same owner
 
     def snapshot(self, sequence: Hashable) -> bytes:
         """The sequence as sealed safetensors bytes."""
@@ -232,12 +232,12 @@ class ReferenceEngine:
                 raise damaged(
                     field, value, metadata.get(field), "restore into an engine of the same kind and model"
                 )
-        length = int(metadata["length"])
+        capacity, length = self._checked_capacity(capacity), int(metadata["length"])
         if length > capacity:
             raise damaged(
                 "length", f"at most the capacity asked for, {capacity}", length, "ask for more capacity"
             )
-        history = self.model.new_history(self._checked_capacity(capacity))
+        history = self.model.new_history(capacity)
         history.length = length
         owner = metadata["last_key_owner"]
         history.last_key_owner = int(owner) if owner else None
@@ -290,11 +290,8 @@ class ReferenceEngine:
         self._live[self._opened] = history
         return self._opened
 
-    def _was_opened(self, sequence: Hashable) -> bool:
-        return isinstance(sequence, int) and 0 < sequence <= self._opened
-
     def _unknown(self, sequence: Hashable) -> StateError:
-        closed = self._was_opened(sequence)
+        closed = type(sequence) is int and 0 < sequence <= self._opened
         return StateError(
             field="sequence",
             expected="a live sequence of this engine",
@@ -332,14 +329,18 @@ class ReferenceEngine:
             token_ids = torch.tensor(tuple(run.token_ids), dtype=torch.int64)
             tokens.append(token_ids)
             mask = run.image_mask
-            images.append(token_ids == self.config.image_token_id if mask is None else torch.tensor(mask))
+            images.append(
+                token_ids == self.config.image_token_id
+                if mask is None
+                else torch.tensor(mask, dtype=torch.bool)
+            )
         return histories, tokens, images
 
     def _check_run(self, run: Any, history: SequenceHistory, field: str) -> None:
         count = len(run.token_ids)
         if count == 0:
             raise InputError(field=f"{field}.token_ids", expected="at least one token", actual=0)
-        if run.start != history.length:
+        if type(run.start) is not int or run.start != history.length:
             raise StateError(
                 field=f"{field}.start",
                 expected=f"the sequence's length, {history.length}",

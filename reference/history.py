@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from reference.config import V41Config
-from reference.engram import DEAD
 
 
 class RowLog:
@@ -96,14 +95,9 @@ class SequenceHistory:
 
     def logs(self) -> dict[str, tuple[RowLog, int]]:
         """Every log of the sequence, `L{i}.name`, with the number of rows that count."""
-        named = {
-            "token_ids": (self.token_ids, self.length),
-            "compressed_ids": (self.compressed_ids, self.length),
-        }
+        named = {"token_ids": (self.token_ids, self.length)}
+        if self.config.engram_layer_ids:
+            named["compressed_ids"] = (self.compressed_ids, self.length)
         for index, layer in self.layers.items():
             named |= {f"L{index}.{name}": counted for name, counted in layer.logs(self.length).items()}
         return named
-
-    def dead(self, begin: int, end: int) -> Tensor:
-        """Which of the tokens are image tokens: bool [end - begin]."""
-        return self.compressed_ids.rows(begin, end) == DEAD

@@ -130,7 +130,6 @@ class Model:
     ) -> Step:
         config, start, end = self.config, history.length, history.length + len(token_ids)
         history.token_ids.write(start, token_ids)
-        history.compressed_ids.write(start, torch.where(image, DEAD, self.weights.token_map[token_ids]))
         step = Step(
             history=history,
             start=start,
@@ -145,6 +144,8 @@ class Model:
             key_owner=history.last_key_owner if self.stale_index_k else None,
         )
         if config.engram_layer_ids:
+            compressed_ids = torch.where(image, DEAD, self.weights.token_map[token_ids])
+            history.compressed_ids.write(start, compressed_ids)
             pad = int(self.weights.token_map[config.engram_pad_token_id])
             compressed = history.compressed_ids.rows(0, end)
             tokens = ngram_tokens(compressed, start, config.engram_max_ngram_size, pad)

@@ -66,13 +66,17 @@ class ReferenceLayer(TransformerLayer):
     def state_kinds(self, capacity: int) -> list[StateKind]:
         kinds = layer_state(self.config, self.role.index, capacity=capacity, form="release")
         dtype = self.precision.dtype
-        return [
+        mine = [
             replace(kind, dtype=dtype, rows=capacity, addressing="history", rewindable=None, formula="S")
             if kind.addressing == "ring"
             else replace(kind, dtype=dtype)
             for kind in kinds
             if kind.name != "pending" or self.role.ratio > 1
         ]
+        if self.role.has_engram:
+            layer = self.role.index
+            mine.append(StateKind("ngram", layer, capacity, (), torch.int64, "history", None, True, "S"))
+        return mine
 
     def alloc_state(self, capacity: int) -> LayerState:
         limit = self.config.max_position_embeddings
@@ -108,9 +112,17 @@ class ReferenceLayer(TransformerLayer):
 
     # forward
 
-    def decode_prestage(self, state: Any, token_ids: Sequence[int], position: int) -> None:
+    def decode_prestage(
+        self,
+        state: Any,
+        token_ids: Sequence[int],
+        position: int,
+        image_mask: Sequence[bool] | None = None,
+    ) -> None:
         """Compressed ids of the coming tokens; addressed by position, so calling it again changes nothing."""
         live = self._live(state)
+        if not self.role.has_engram:
+            return
         if position > live.staged:
             raise StateError(
                 field="position",
@@ -119,7 +131,11 @@ class ReferenceLayer(TransformerLayer):
                 hint="prestage the tokens in between first",
             )
         ids = torch.tensor(tuple(token_ids), dtype=torch.int64)
-        image = ids == self.config.image_token_id
+        image = (
+            ids == self.config.image_token_id
+            if image_mask is None
+            else torch.tensor(image_mask, dtype=torch.bool)
+        )
         live.compressed_ids.write(position, torch.where(image, DEAD, self._token_map[ids]))
         live.staged = position + len(ids)
 
@@ -208,7 +224,8 @@ class ReferenceLayer(TransformerLayer):
     def snapshot_aux(self, state: Any) -> bytes:
         live = self._live(state)
         tensors = {name: log.rows(0, count) for name, (log, count) in live.rows.logs(live.length).items()}
-        tensors["compressed_ids"] = live.compressed_ids.rows(0, min(live.staged, live.length))
+        if self.role.has_engram:
+            tensors["compressed_ids"] = live.compressed_ids.rows(0, live.length)
         return seal(tensors, {**self._identity(), "length": str(live.length)})
 
     def restore_aux(self, state: Any, blob: bytes) -> None:
@@ -224,10 +241,9 @@ class ReferenceLayer(TransformerLayer):
             raise damaged(
                 "length", f"at most the capacity, {live.capacity}", length, "allocate more capacity"
             )
-        logs = {
-            **live.rows.logs(length),
-            "compressed_ids": (live.compressed_ids, len(tensors.get("compressed_ids", ()))),
-        }
+        logs = live.rows.logs(length)
+        if self.role.has_engram:
+            logs["compressed_ids"] = (live.compressed_ids, length)
         if set(logs) != set(tensors):
             raise damaged("tensors", sorted(logs), sorted(tensors))
         for name, (_, count) in logs.items():
@@ -235,7 +251,7 @@ class ReferenceLayer(TransformerLayer):
                 raise damaged(name, f"{count} rows", len(tensors[name]))
         for name, (log, _) in logs.items():
             log.write(0, tensors[name])
-        live.length, live.staged = length, len(tensors["compressed_ids"])
+        live.length = live.staged = length
 
     def _identity(self) -> dict[str, str]:
         return {

@@ -24,6 +24,7 @@ BAD_RUNS = {
     "negative position": (lambda s: [Run(s, (1,), -1)], StateError, r"runs\[0\].start"),
     "wrong start": (lambda s: [Run(s, (1,), 11)], StateError, r"expected the sequence's length, 10, got 11"),
     "beyond the capacity": (lambda s: [Run(s, (1,), 10)], CapacityError, "capacity, 10, got 11"),
+    "start of another type": (lambda s: [Run(s, (1,), 10.0)], StateError, r"runs\[0\].start"),
     "negative token": (lambda s: [Run(s, (-1,), 10)], InputError, r"token_ids\[0\].*got -1"),
     "token too large": (lambda s: [Run(s, (3, 256), 10)], InputError, r"token_ids\[1\].*got 256"),
     "token of another type": (lambda s: [Run(s, (1.5,), 10)], InputError, "integer"),
@@ -34,6 +35,7 @@ BAD_RUNS = {
         "runs",
     ),
     "unknown sequence": (lambda s: [Run(999_999, (1,), 0)], StateError, "live sequence"),
+    "a handle that cannot be one": (lambda s: [Run([s], (1,), 0)], StateError, "live sequence"),
 }
 
 
@@ -65,7 +67,7 @@ def test_capacity_out_of_range(release, capacity):
         release.open(capacity)
 
 
-@pytest.mark.parametrize("length", [-1, 11])
+@pytest.mark.parametrize("length", [-1, 11, 2.0, True])
 def test_rollback_out_of_range(release, sequence, length):
     with pytest.raises(RollbackError, match="length"):
         release.rollback(sequence, length)
