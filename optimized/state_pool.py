@@ -19,7 +19,7 @@ positions below floor are final: a branch shares the pages that lie wholly below
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -93,9 +93,9 @@ class Store:
 class StatePool:
     """`max_sequences` slots and `n_pages` pages of `page_tokens` tokens.
 
-    max_capacity: tokens that one sequence may ask for (columns of the page table).  slot_order, page_order:
-                                                                                     the order in which
-    free ids are handed out, a permutation (no result may depend on it).
+    max_capacity: tokens that one sequence may ask for (columns of the page table).
+    slot_order, page_order: the order in which free ids are handed out; no result may depend on it.
+    layers: whose state the pool keeps; None = all of the config.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class StatePool:
         device: str | torch.device = "cpu",
         slot_order: Sequence[int] | None = None,
         page_order: Sequence[int] | None = None,
+        layers: Collection[int] | None = None,
     ) -> None:
         ratios = {role.ratio for role in config.layers() if role.is_kv_source}
         for name, value, ok, expected in (
@@ -134,6 +135,7 @@ class StatePool:
                     field=name, expected=expected, actual=value, hint="change this engine option"
                 )
         self.config, self.device = config, torch.device(device)
+        self.layers = config.layer_ids if layers is None else tuple(layers)
         self.n_slots, self.n_pages = max_sequences, n_pages
         self.page_tokens, self.ring_spare, self.max_capacity = page_tokens, ring_spare, max_capacity
         self.max_pages = -(-max_capacity // page_tokens)
@@ -145,7 +147,7 @@ class StatePool:
         # checking mode: told of every tenancy before its first row and after its last
         self.on_admit: Callable[[Tenant], None] | None = None
         self.on_release: Callable[[list[int], list[int]], None] | None = None
-        self._id = next(_POOLS)
+        self.identity = next(_POOLS)
         self.stores = self._buffers()
         self.window = self._by_layer("window")
         self.pending = self._by_layer("pending")
@@ -159,19 +161,28 @@ class StatePool:
     # buffers
 
     def _buffers(self) -> list[Store]:
+        # ring rows as a sequence without spare rows needs them; the spare ones are added by one rule for all rings
+        table = {
+            spare: state_table(self.config, capacity=self.page_tokens, form="packed", ring_spare=spare)
+            for spare in (0, self.ring_spare)
+        }
         stores = []
-        # ring rows as a sequence without spare rows needs them: the spare rows are added here, in one place
-        for kind in state_table(self.config, capacity=self.page_tokens, form="packed", ring_spare=0):
-            if kind.name not in (*RING_KINDS, *APPEND_KINDS):
+        for base, kind in zip(table[0], table[self.ring_spare], strict=True):
+            if kind.name not in (*RING_KINDS, *APPEND_KINDS) or not self._keeps(kind):
                 continue
-            ratio = 1 if kind.name in RING_KINDS else self.config.layer(kind.layer).ratio
-            units = self.n_slots if kind.name in RING_KINDS else self.n_pages
-            rows = seams.ring_rows(kind.rows, self.ring_spare) if kind.name in RING_KINDS else kind.rows
-            shape = (units + 1, rows, *kind.row_shape)
+            ring = kind.name in RING_KINDS
+            rows = seams.ring_rows(base.rows, self.ring_spare) if ring else base.rows
+            shape = ((self.n_slots if ring else self.n_pages) + 1, rows, *kind.row_shape)
             tensor = torch.empty(shape, dtype=kind.dtype, device=self.device)
             tensor.view(torch.uint8).fill_(0xFF)
-            stores.append(Store(kind.name, kind.layer, tensor, ratio, kind))
+            stores.append(Store(kind.name, kind.layer, tensor, kind.ratio, kind))
         return stores
+
+    def _keeps(self, kind: StateKind) -> bool:
+        """Does the kind belong to one of this pool's layers? The model's own go with the layers that read them."""
+        if kind.layer is not None:
+            return kind.layer in self.layers
+        return any(self.config.layer(i).has_engram for i in self.layers)
 
     def _by_layer(self, kind: str) -> dict[int, Tensor]:
         return {s.layer: s.tensor for s in self.stores if s.kind == kind and s.layer is not None}
@@ -189,7 +200,7 @@ class StatePool:
             known.handle.generation, self.slots.generations[known.slot]
         ):
             return known
-        if not isinstance(handle, Handle) or handle.pool != self._id:
+        if not isinstance(handle, Handle) or handle.pool != self.identity:
             actual = f"{handle!r}, which this engine never gave out"
         else:
             actual = f"slot {handle.slot} of generation {handle.generation}, released"
@@ -202,7 +213,7 @@ class StatePool:
 
     def is_released(self, handle: object) -> bool:
         """Was this a handle of this pool whose sequence is gone?"""
-        return isinstance(handle, Handle) and handle.pool == self._id and handle not in self.tenants
+        return isinstance(handle, Handle) and handle.pool == self.identity and handle not in self.tenants
 
     def check_capacity(self, capacity: int) -> None:
         if (
@@ -247,7 +258,7 @@ class StatePool:
             raise
         self.pages.share(shared)
         # nothing below can fail
-        handle = Handle(slot, self.slots.generations[slot], self._id)
+        handle = Handle(slot, self.slots.generations[slot], self.identity)
         tenant = Tenant(handle, capacity, [*shared, *owned])
         self.tenants[handle] = tenant
         self.write_page_table(tenant)
