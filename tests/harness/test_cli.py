@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from golden import cli as golden_cli
 from golden.cases import OFFICIAL
-from harness import cli
+from harness import cli, commands
 from reference.config import V41Config
 
 CASE, WEIGHTS = "i_ties_fp8fp4_p9.safetensors", "weights_fp8fp4.safetensors"
@@ -87,6 +89,12 @@ def test_show_weights() -> None:
         ("show", "weights", "toy", "--layer", "77"),
         ("golden", "verify", "no/such/place"),
         ("no-such-command",),
+        ("verify", "--checks", "no-such-check"),
+        ("verify", "--no-golden", "--engine", "no_such_module:build"),
+        ("verify", "--no-golden", "--option", "no equals sign"),
+        ("verify", "--no-golden", "--budget", "soon"),
+        ("replay", "no-such-file.json"),
+        ("compare", "no-such-file", "no-such-file"),
         ("show", "state", "--capacity", "many"),
     ],
 )
@@ -131,6 +139,41 @@ def test_golden_verify_of_a_cut_file_ends_with_two(
     (place / CASE).write_bytes((OFFICIAL / CASE).read_bytes()[:5000])
     assert main_status(monkeypatch, "golden", "verify", str(place)) == 2
     assert "a whole safetensors file" in capsys.readouterr().err
+
+
+def test_verify_of_one_check(tmp_path: Path) -> None:
+    text = run("verify", "--engine", "reference", "--checks", "interleave", "--out", str(tmp_path))
+    assert "interleave" in text and "1 passed" in text and "golden" not in text
+    assert json.loads((tmp_path / "verify.json").read_text())["status"] == 0
+
+
+def test_golden_cases_come_first_and_their_failure_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(golden_cli, "verify_places", lambda places, console, details: [])
+    monkeypatch.setattr(golden_cli, "report", lambda results, console, out, whole_set: False)
+    monkeypatch.setattr(commands, "verify", lambda *a, **k: 0)
+    run("verify", "--out", str(tmp_path), status=1)
+    run("verify", "--no-golden", "--out", str(tmp_path), status=0)
+
+
+def test_checks_and_engines_are_listed() -> None:
+    assert "decode_prefill" in run("checks")
+    assert "package.module:factory" in run("engines")
+
+
+def test_compare_two_dumps(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"L0.stream": torch.zeros(2, 3)}, a)
+    save_file({"L0.stream": torch.ones(2, 3)}, b)
+    assert "equal byte for byte" in run("compare", str(a), str(a))
+    assert "L0.stream" in run("compare", str(a), str(b), status=1)
+
+
+def test_engine_options_are_json_or_text() -> None:
+    assert cli.engine_option("max_sequences=4") == ("max_sequences", 4)
+    assert cli.engine_option("backend=torch") == ("backend", "torch")
+    assert cli.engine_option("buckets=[1, 8]") == ("buckets", [1, 8])
 
 
 def test_a_command_whose_library_is_missing_says_so(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
