@@ -75,7 +75,7 @@ def _pool(kv_score: Tensor, pending: Tensor | None, plan: RatioRows) -> Tensor:
     assert pending is not None and plan.pending_ring is not None
     assert plan.pending_step is not None and plan.pending_from_step is not None
     t, ratio = plan.pending_ring.shape
-    pairs = kv_score.view(t, 2, -1)
+    pairs = kv_score.view(kv_score.shape[0], 2, -1)
     old = pending.index_select(0, plan.pending_ring.view(-1)).view(t, ratio, 2, -1)
     new = pairs.index_select(0, plan.pending_step.view(-1)).view(t, ratio, 2, -1)
     group = torch.where(plan.pending_from_step.view(t, ratio, 1, 1), new, old)
