@@ -144,6 +144,7 @@ class StatePool:
         self.slots = IdAllocator(self.n_slots, "slot", self.faults, slot_order)
         self.pages = IdAllocator(self.n_pages, "page", self.faults, page_order)
         self.tenants: dict[Handle, Tenant] = {}
+        self._occupants: dict[int, Tenant] = {}  # by slot
         # checking mode: told of every tenancy before its first row and after its last
         self.on_admit: Callable[[Tenant], None] | None = None
         self.on_release: Callable[[list[int], list[int]], None] | None = None
@@ -195,11 +196,10 @@ class StatePool:
     def tenant(self, handle: object) -> Tenant:
         """The live sequence of a handle, or StateError: never opened here, released, or of a slot that was
         handed on."""
-        known = self.tenants.get(handle) if isinstance(handle, Handle) else None
-        if known is not None and seams.check_generation(
-            known.handle.generation, self.slots.generations[known.slot]
-        ):
-            return known
+        if isinstance(handle, Handle) and handle.pool == self.identity:
+            known = self._occupants.get(handle.slot)
+            if known is not None and seams.check_generation(handle.generation, known.handle.generation):
+                return known
         if not isinstance(handle, Handle) or handle.pool != self.identity:
             actual = f"{handle!r}, which this engine never gave out"
         else:
@@ -260,7 +260,7 @@ class StatePool:
         # nothing below can fail
         handle = Handle(slot, self.slots.generations[slot], self.identity)
         tenant = Tenant(handle, capacity, [*shared, *owned])
-        self.tenants[handle] = tenant
+        self.tenants[handle] = self._occupants[slot] = tenant
         self.write_page_table(tenant)
         if self.on_admit is not None:
             self.on_admit(tenant)
@@ -274,6 +274,8 @@ class StatePool:
     def release(self, tenant: Tenant) -> tuple[list[int], list[int]]:
         """Give back every kind of state that the sequence holds; the slots and pages that became free."""
         self.tenants.pop(tenant.handle, None)
+        if self._occupants.get(tenant.slot) is tenant:
+            del self._occupants[tenant.slot]
         for kind in seams.release_kinds((*RING_KINDS, *APPEND_KINDS)):
             tenant.held.discard(kind)
         slots: list[int] = []
