@@ -78,13 +78,12 @@ def attn_prep_kernel(
         tl.store(qr + t * QL + d, v.to(tl.bfloat16), mask=d < QL)
         store_q8(qr_q, qr_s, v, t, QL, BQ, QDQ)
     else:
-        d = tl.arange(0, C)
-        u = tl.load(qkv + t * (QL + C) + QL + d).to(tl.float32)
-        even, odd = rotated(norm_row(u, kv_norm, C, norm_eps, C), cos, sin, t, R, C)
-        v = tl.reshape(tl.join(even, odd), (1, C // 32, 32))
-        code, byte, value = q8_groups(v, 2)
+        c = tl.arange(0, C)
+        kv = tl.load(qkv + t * (QL + C) + QL + c).to(tl.float32)
+        even, odd = rotated(norm_row(kv, kv_norm, C, norm_eps, C), cos, sin, t, R, C)
+        code, byte, value = q8_groups(tl.reshape(tl.join(even, odd), (1, C // 32, 32)), 2)
         row = win_row + t * (C + C // 32)
-        tl.store(row + d, tl.reshape(code, (C,)).to(tl.uint8))
+        tl.store(row + c, tl.reshape(code, (C,)).to(tl.uint8))
         tl.store(row + C + tl.arange(0, C // 32), tl.reshape(byte, (C // 32,)).to(tl.uint8))
 
 

@@ -19,8 +19,8 @@ def embed_kernel(stream, pre_mix, table, token_ids, D, N: tl.constexpr, BD: tl.c
         tl.store(stream + (t * N + c) * D + d, row, mask=d < D)
     # torch: pre_mix = one_hot(0)
     if tl.program_id(1) == 0:
-        c = tl.arange(0, N)
-        tl.store(pre_mix + t * N + c, (c == 0).to(tl.float32))
+        copy = tl.arange(0, N)
+        tl.store(pre_mix + t * N + copy, (copy == 0).to(tl.float32))
 
 
 @triton.jit
