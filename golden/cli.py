@@ -1,4 +1,4 @@
-"""`dsv41 golden`: verify golden files against the reference."""
+"""`dsv41 golden`: verify golden files against the reference; make, compare and list our own (manage_cli.py)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from golden.cases import OFFICIAL, case_paths
+from golden.manage_cli import register, verify_family
 from golden.report import details_table, paths_table, summary_table, write_reports
 from golden.verify import CaseResult, missing_paths, verify
 from harness.terminal import console as new_console
@@ -21,7 +22,10 @@ OUT = Path("reports/out")
 
 @app.callback()
 def group() -> None:
-    """Golden files: numbers computed with the release's own code."""
+    """Golden files: numbers computed with the release's own code (official), and with ours (reference)."""
+
+
+register(app)
 
 
 Places = Annotated[
@@ -40,11 +44,15 @@ def verify_command(places: Places = None, details: Details = False, out: Out = O
 
     Each layer gets its recorded inputs, so a difference is that layer's own.  Prints the worst token row of attention
     output and stream against their limits, decisions compared, tied and wrong, and the paths taken; exit
-    status 1 when something is outside its limit, 2 when a file cannot be read.
+    status 1 when something is outside its limit, 2 when a file cannot be read.  Without arguments the reference
+    goldens are verified too: files, weights' generator, coverage, and every tensor computed again.
     """
     console = new_console()
     results = verify_places(places or [], console, details=details)
-    if not report(results, console, out, whole_set=not places):
+    held = report(results, console, out, whole_set=not places)
+    if not places:
+        held = verify_family(console) and held
+    if not held:
         raise typer.Exit(1)
 
 

@@ -10,6 +10,7 @@ from golden.cases import OFFICIAL, case_paths, load_case
 from golden.paths import PATHS
 from golden.verify import CaseResult, missing_paths, verify_case
 
+GOLDEN_FAMILY = "official"  # every file of golden/official is used here
 FILES = case_paths([OFFICIAL])
 RESULTS: dict[Path, CaseResult] = {}
 
