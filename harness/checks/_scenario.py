@@ -250,8 +250,8 @@ def play(ctx: CheckContext, check: str, detector: str, engine: Engine, scenario:
         if blind:
             return None
         return ctx.finding(
-            check, detector, f"{scenario.name}: {type(error).__name__}: {error}",
-            operations=ops.to_json(scenario.operations[: result.operations]),
+            check, detector_of(error, detector), f"{scenario.name}: {type(error).__name__}: {error}",
+            operations=ops.to_json(scenario.operations[: interpreter.trace.done]),
             details={"scenario": scenario.name},
         )  # fmt: skip
     finally:
@@ -268,13 +268,20 @@ def _close(interpreter: Interpreter) -> None:
             continue
 
 
+def detector_of(error: BaseException | None, usual: str) -> str:
+    """A broken protocol (wrong shape, lost process) is reported as such; everything else is the check's own catch."""
+    named = getattr(error, "detector", None)
+    return named if named == "PROTO" else usual
+
+
 def surprise_finding(
     ctx: CheckContext, check: str, detector: str, scenario: Scenario, surprise: ops.Surprise
 ) -> Finding:
     done = scenario.operations[: surprise.operation + 1]
     operation = done[-1]
     return ctx.finding(
-        check, detector, f"{scenario.name}: {operation.op}: expected {surprise.expected}, got {surprise.actual}",
+        check, detector_of(surprise.error, detector),
+        f"{scenario.name}: {operation.op}: expected {surprise.expected}, got {surprise.actual}",
         operations=ops.to_json(done), sequence=operation.sequence, expected=surprise.expected,
         actual=surprise.actual, engine_options={**ctx.engine_options, **scenario.options},
         details={"scenario": scenario.name},
@@ -310,7 +317,7 @@ def run_scenarios(
             memory(ctx).pop("truths", None)
             if not is_blind(ctx):
                 result.findings.append(ctx.finding(
-                    check, detector, f"{scenario.name}: the plain schedule fails: {type(error).__name__}: {error}",
+                    check, detector_of(error, detector), f"{scenario.name}: the plain schedule fails: {type(error).__name__}: {error}",
                     operations=ops.to_json([ops.open_("a", len(scenario.truths[0])),
                                             ops.step(("a", scenario.truths[0]))])))  # fmt: skip
             return result

@@ -78,7 +78,7 @@ def wrong_input(ctx: CheckContext, result: CheckResult) -> None:
     engine.step([Run(twin, a[:n], 0)])
     engine.step([Run(sequence, a[:n], 0)])
     maximum = ctx.config.max_position_embeddings
-    calls: list[tuple[str, tuple[type, ...], Any]] = [
+    calls: list[tuple[str, tuple[type[Exception], ...], Any]] = [
         ("no runs", (InputError,), lambda: engine.step([])),
         ("an empty run", (InputError,), lambda: engine.step([Run(sequence, (), n)])),
         ("a token id of -1", (InputError,), lambda: engine.step([Run(sequence, (-1,), n)])),
@@ -119,7 +119,7 @@ def wrong_input(ctx: CheckContext, result: CheckResult) -> None:
     engine.close(twin)
 
 
-def outcome(call: Any, wanted: tuple[type, ...]) -> str | None:
+def outcome(call: Any, wanted: tuple[type[Exception], ...]) -> str | None:
     """None when the call raised one of the wanted errors, else what it did."""
     try:
         call()
