@@ -168,8 +168,7 @@ class Checker:
                     self._mismatches(run.tenant, store, self.pool.used_rows(run.tenant, store)), "read"
                 )
         for store in self.pool.stores:
-            dump = self.pool.dump_slot if store.is_ring else self.pool.dump_page
-            store.tensor[dump] = self.poison.rows(store, store.tensor.shape[1:]).to(store.tensor.device)
+            store.tensor[-1] = self.poison.rows(store, store.tensor.shape[1:]).to(store.tensor.device)
 
     def after_step(self, plan: Sequence[Planned]) -> None:
         """Exactly the rows of the runs' tokens changed; they are tagged now."""
@@ -255,7 +254,7 @@ class Checker:
     def _changed(self, store: Store) -> Tensor:
         """[units + 1, size] bool on the CPU; the dump unit never counts."""
         changed = (self._bytes(store.tensor) != self._bytes(self.shadow[store.name])).any(-1).cpu()
-        changed[self.pool.dump_slot if store.is_ring else self.pool.dump_page] = False
+        changed[-1] = False
         return changed
 
     def _written(self, tenant: Tenant, store: Store, rows: range) -> None:
