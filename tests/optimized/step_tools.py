@@ -25,12 +25,18 @@ def weights(seed: int = 5) -> RandomWeights:
     return RandomWeights(V41Config.toy(), seed)
 
 
-def new_model(sequences: int = 4, **options: Any) -> OptimizedModel:
+def new_model(sequences: int = 4, device: str = "cpu", **options: Any) -> OptimizedModel:
     """The toy stack over `sequences` slots of 96 tokens, slot i open for test sequence i."""
     torch.set_num_threads(1)
     config = V41Config.toy()
     pool = StatePool(
-        config, max_sequences=sequences, n_pages=6 * sequences, page_tokens=16, ring_spare=8, max_capacity=96
+        config,
+        max_sequences=sequences,
+        n_pages=6 * sequences,
+        page_tokens=16,
+        ring_spare=8,
+        max_capacity=96,
+        device=device,
     )
     model = OptimizedModel(config, weights(), pool, **options)
     for _ in range(sequences):
