@@ -10,14 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.terminal import console as new_console
-from harness.terminal import new_table
+from harness.terminal import console, new_table
 from reference.config import V41Config, load_config
 from reference.state_table import FORMS, state_table
 from reference.weight_specs import TensorSpec, tensor_specs
 
 app = typer.Typer(no_args_is_help=True)
-console = new_console()
 
 Name = Annotated[
     str, typer.Argument(metavar="CONFIG", help="flash, toy, flash-slice, or the path of a config.json.")
@@ -58,7 +56,7 @@ def config(name: Name = "toy", as_json: Json = False) -> None:
     rows = [(f.name, _short(values[f.name])) for f in fields(loaded)]
     _print(f"configuration {name}", ("field", "value"), rows)
     _print("derived", ("size", "value"), derived.items())
-    console.print(f"digest {loaded.digest()}", highlight=False)
+    console().print(f"digest {loaded.digest()}", highlight=False)
 
 
 @app.command()
@@ -134,7 +132,7 @@ def state(
     ]
     headings = ("kind", "layer", "addressing", "rows", "a row", "rewinds by", "bytes")
     _print(f"state of one sequence of {capacity:,} tokens, {name}, {form}", headings, rows)
-    console.print(f"total {total:,} bytes, {total / capacity:,.1f} a token of capacity", highlight=False)
+    console().print(f"total {total:,} bytes, {total / capacity:,.1f} a token of capacity", highlight=False)
 
 
 @app.command()
@@ -156,7 +154,7 @@ def weights(
         return
     table = [(r["name"], r["count"], _dtype_name(r["dtype"]), r["shape"], f"{r['bytes']:,}") for r in rows]
     _print(f"tensors of {name}", ("name", "tensors", "format", "shape", "bytes"), table)
-    console.print(f"{count:,} tensors, {total:,} bytes", highlight=False)
+    console().print(f"{count:,} tensors, {total:,} bytes", highlight=False)
 
 
 def _grouped(config: V41Config, specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:
@@ -209,7 +207,7 @@ def _print(title: str, headings: Sequence[str], rows: Iterable[Iterable[Any]]) -
         table.add_column(heading, justify="right" if heading in numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    console.print(table)
+    console().print(table)
 
 
 def _or_dash(value: Any) -> str:

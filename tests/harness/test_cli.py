@@ -21,6 +21,11 @@ from reference.config import V41Config
 CASE, WEIGHTS = "i_ties_fp8fp4_p9.safetensors", "weights_fp8fp4.safetensors"
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def run(*words: str, status: int = 0) -> str:
     result = CliRunner().invoke(cli.app, list(words))
     assert result.exit_code == status, result.output
