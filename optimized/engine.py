@@ -9,9 +9,8 @@ Every verb checks its arguments first and changes nothing when it raises.  A ste
     replay     or capture and run, or eager
     sync       every layer, then the lengths: `floor` and `length` advance once
 
-A step that raises after it began: appended rows are beyond the length and thus unseen; rings of runs longer
-than the spare rows are put back from a copy taken before, shorter runs raise the floor.  The sequences are
-at their old lengths and usable.
+A step that raises after it began: appended rows are beyond the length and thus unseen, and the rings are
+put back from a copy taken before (one launch for rings of one shape).  The sequences are as they were.
 """
 
 from __future__ import annotations
@@ -81,14 +80,14 @@ class _CapturePoints(CaptureFaults):
 class OptimizedEngine(Inspection):
     """The engine protocol over packed state, one general step and replayed graphs.
 
-    max_sequences: slots.  max_tokens: the longest sequence, at most the model's maximum (default: the
-                           smaller of that and 512).
-    n_pages: pages of the pool (default: every slot can be full).  ring_spare: R, tokens that a rollback can
-                                                                   drop.
-    backend: "torch" (plain ops) or "triton".  checking: False, or poison and canaries; poison: "nan" or
-                                               "tenant".
-    experts_resident: None (all), or experts of each layer in a cache.  buckets: rows of a step, padded up to
-                                                                        the next.
+    max_sequences: slots.
+    max_tokens: the longest sequence, at most the model's maximum (default: the smaller of that and 512).
+    n_pages: pages of the pool (default: every slot can be full).  page_tokens: tokens of a page.
+    ring_spare: R, the tokens that a rollback can drop.
+    backend: "torch" (plain ops) or "triton".
+    checking: False, or True for poison and canaries; poison: "nan" or "tenant".
+    experts_resident: None (all), or that many experts of each layer in a cache.
+    buckets: row counts of replayed steps, padded up to the next; no step has more rows than the largest.
     slot_order, page_order: in which order free ids are handed out; no result depends on it.
     """
 
@@ -170,8 +169,7 @@ class OptimizedEngine(Inspection):
         self._layers_begun = 0
 
     def declines(self) -> frozenset[str]:
-        """ "graphs" with an expert cache: which experts are near is decided on the host, in the middle of a
-        step."""
+        """Graphs, with an expert cache: which experts are near is decided on the host in the middle of a step."""
         return frozenset({"graphs"} if self.experts is not None else ())
 
     # life cycle
@@ -225,7 +223,7 @@ class OptimizedEngine(Inspection):
         plan = [Planned(a.tenant, a.start, a.count, self._compressed(a)) for a in admitted]
         if self.checker is not None:
             self.checker.before_step(plan)
-        rings = self._ring_copies(admitted)
+        rings = self.pool.copy_rings([a.tenant.slot for a in admitted])
         floors = [a.tenant.floor for a in admitted]
         hooks = StepHooks(self, admitted)
         try:
@@ -246,31 +244,17 @@ class OptimizedEngine(Inspection):
             self.checker.after_step(plan)
         return StepResult(output.hidden, output.logits, output.taps)
 
-    def _ring_copies(self, admitted: Sequence[Admitted]) -> list[tuple[Tensor, int, Tensor]]:
-        """Rings that the step may overwrite further back than their spare rows reach: (buffer, slot, copy)."""
-        return [
-            (store.tensor, a.tenant.slot, store.tensor[a.tenant.slot].clone())
-            for a in admitted
-            if a.count > self.pool.ring_spare and a.start > 0
-            for store in self.pool.stores
-            if store.is_ring
-        ]
-
     def _put_back(
         self,
         admitted: Sequence[Admitted],
-        rings: Sequence[tuple[Tensor, int, Tensor]],
+        rings: Sequence[Tensor],
         floors: Sequence[int],
         plan: Sequence[Planned],
     ) -> None:
-        """After a step that raised: every sequence at its old length, with the rows that it needs there."""
-        for buffer, slot, copy in rings:
-            buffer[slot].copy_(copy)
-        copied = {slot for _, slot, _ in rings}
+        """After a step that raised: every sequence exactly as it was before."""
+        self.pool.put_rings([a.tenant.slot for a in admitted], rings)
         for a, floor in zip(admitted, floors, strict=True):
             a.tenant.length, a.tenant.floor = a.start, floor
-            if a.tenant.slot not in copied:
-                a.tenant.floor = min(a.start, seams.floor_after(floor, a.end, self.pool.ring_spare))
         if self.checker is not None:
             self.checker.failed_step(plan)
 

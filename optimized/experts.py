@@ -145,12 +145,12 @@ class ExpertCache:
         for e in experts:
             if e in cache.resident:
                 continue
+            w13, w2 = self._fetch(cache.role, e)  # may raise: nothing has been given up for it yet
             if cache.free:
                 row = cache.free.pop()
             else:
                 old, row = cache.resident.popitem(last=False)
                 cache.slots[old] = seams.resident_slot(old, -1)
-            w13, w2 = self._fetch(cache.role, e)
             copy_row(cache.w13, row, w13)
             copy_row(cache.w2, row, w2)
             cache.resident[e] = row

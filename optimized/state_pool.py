@@ -163,21 +163,42 @@ class StatePool:
 
     def _buffers(self) -> list[Store]:
         # ring rows as a sequence without spare rows needs them; the spare ones are added by one rule for all rings
-        table = {
-            spare: state_table(self.config, capacity=self.page_tokens, form="packed", ring_spare=spare)
-            for spare in (0, self.ring_spare)
+        table = [
+            (base, kind)
+            for base, kind in zip(
+                state_table(self.config, capacity=self.page_tokens, form="packed"),
+                state_table(
+                    self.config, capacity=self.page_tokens, form="packed", ring_spare=self.ring_spare
+                ),
+                strict=True,
+            )
+            if kind.name in (*RING_KINDS, *APPEND_KINDS) and self._keeps(kind)
+        ]
+        rings: dict[tuple[int, ...], list[StateKind]] = {}
+        for base, kind in table:
+            if kind.name in RING_KINDS:
+                shape = (seams.ring_rows(base.rows, self.ring_spare), *kind.row_shape)
+                rings.setdefault(shape, []).append(kind)
+        # rings of one shape lie in one buffer [kinds, n_slots+1, size, ...]: a slot of all is copied in one launch
+        self._rings = [
+            self._poisoned((len(kinds), self.n_slots + 1, *shape), kinds[0].dtype)
+            for shape, kinds in rings.items()
+        ]
+        tensors = {
+            (kind.name, kind.layer): base[i]
+            for base, kinds in zip(self._rings, rings.values(), strict=True)
+            for i, kind in enumerate(kinds)
         }
-        stores = []
-        for base, kind in zip(table[0], table[self.ring_spare], strict=True):
-            if kind.name not in (*RING_KINDS, *APPEND_KINDS) or not self._keeps(kind):
-                continue
-            ring = kind.name in RING_KINDS
-            rows = seams.ring_rows(base.rows, self.ring_spare) if ring else base.rows
-            shape = ((self.n_slots if ring else self.n_pages) + 1, rows, *kind.row_shape)
-            tensor = torch.empty(shape, dtype=kind.dtype, device=self.device)
-            tensor.view(torch.uint8).fill_(0xFF)
-            stores.append(Store(kind.name, kind.layer, tensor, kind.ratio, kind))
-        return stores
+        for base, kind in table:
+            if kind.name in APPEND_KINDS:
+                shape = (self.n_pages + 1, base.rows, *kind.row_shape)
+                tensors[kind.name, kind.layer] = self._poisoned(shape, kind.dtype)
+        return [Store(k.name, k.layer, tensors[k.name, k.layer], k.ratio, k) for _, k in table]
+
+    def _poisoned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        tensor.view(torch.uint8).fill_(0xFF)
+        return tensor
 
     def _keeps(self, kind: StateKind) -> bool:
         """Does the kind belong to one of this pool's layers? The model's own go with the layers that read them."""
@@ -240,13 +261,26 @@ class StatePool:
         child = self._admit(parent.capacity, shared=parent.pages[:n_shared])
         child.length, child.floor = parent.length, parent.floor
         n_used = -(-parent.length // self.page_tokens)
-        for store in self.stores:
-            if store.is_ring:
-                store.tensor[child.slot].copy_(store.tensor[parent.slot])
-            else:
-                for old, new in zip(parent.pages[n_shared:n_used], child.pages[n_shared:n_used], strict=True):
-                    store.tensor[new].copy_(store.tensor[old])
+        try:
+            self.put_rings([child.slot], self.copy_rings([parent.slot]))
+            old, new = parent.pages[n_shared:n_used], child.pages[n_shared:n_used]
+            for store in self.stores:
+                if not store.is_ring and new:
+                    store.tensor[new] = store.tensor[old]
+        except BaseException:
+            self.release(child)
+            raise
         return child
+
+    def copy_rings(self, slots: Sequence[int]) -> list[Tensor]:
+        """Everything in the ring stores of these slots."""
+        index = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return [rings.index_select(1, index) for rings in self._rings]
+
+    def put_rings(self, slots: Sequence[int], copies: Sequence[Tensor]) -> None:
+        index = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        for rings, copy in zip(self._rings, copies, strict=True):
+            rings.index_copy_(1, index, copy)
 
     def _admit(self, capacity: int, shared: Sequence[int]) -> Tenant:
         needed = -(-capacity // self.page_tokens) - len(shared)

@@ -81,6 +81,7 @@ def test_a_step_that_fails_at_any_of_its_stages_is_as_if_it_had_not_been_asked(
     points = points_of(engine, lambda: step(engine, [(probe, IDS[start : start + count])]))
     engine.close(probe)
     assert {"step.begin", "step.commit", "step.end"} <= set(points) and "step.layer.8" in points
+    floors = (max(0, start - 8), 3)
     stages = [i + 1 for i, p in enumerate(points) if ".launch." not in p or "commit" in p or i % 29 == 0]
     for number in stages:
         engine.fault_injection = FailAt(number)
@@ -88,6 +89,7 @@ def test_a_step_that_fails_at_any_of_its_stages_is_as_if_it_had_not_been_asked(
             step(engine, [(neighbour, IDS[11:12]), (sequence, IDS[start : start + count])])
         engine.fault_injection = None
         assert (engine.length(sequence), engine.length(neighbour)) == (start, 11)
+        assert (engine.pool.tenant(sequence).floor, engine.pool.tenant(neighbour).floor) == floors
         assert digest is None or engine.state_digest(sequence) == digest, points[number - 1]
         assert engine.verify_canaries() == [], points[number - 1]
     mine, others = step(engine, [(sequence, IDS[start : start + count]), (neighbour, IDS[11:12])])

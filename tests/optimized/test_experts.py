@@ -108,6 +108,30 @@ def test_padding_rows_ask_for_nothing_and_banks_hold_the_experts_bytes() -> None
     assert int((slots >= 0).sum()) == 2 and c.counters.misses == 2
 
 
+def test_an_expert_that_cannot_be_fetched_costs_no_row_and_no_state() -> None:
+    engine = make_engine(experts_resident=3)
+    assert engine.experts is not None
+    sequence, fetch, calls = engine.open(32), engine.experts._fetch, []
+    step(engine, [(sequence, IDS[:9])])
+
+    def broken(role: object, e: int) -> object:
+        calls.append(e)
+        if len(calls) == 20:
+            raise OSError("no such shard")
+        return fetch(role, e)  # type: ignore[arg-type]
+
+    engine.experts._fetch = broken  # type: ignore[method-assign, assignment]
+    with pytest.raises(OSError):
+        step(engine, [(sequence, IDS[9:20])])
+    engine.experts._fetch = fetch  # type: ignore[method-assign]
+    assert engine.length(sequence) == 9
+    assert torch.equal(step(engine, [(sequence, IDS[9:20])])[0], one_pass(IDS)[9:20])
+    for layer in CONFIG.layer_ids:
+        bank = engine.experts.bank(layer)[2]
+        held = sorted(bank[list(engine.experts.resident(layer))].tolist())
+        assert held == sorted(set(held)) and set(held) <= {0, 1, 2}
+
+
 @pytest.mark.parametrize("capacity", [0, -1, True, 1.5])
 def test_a_capacity_that_cannot_be(capacity: object) -> None:
     with pytest.raises(ConfigError, match="experts_resident"):
