@@ -63,6 +63,21 @@ def report_of(ctx: CheckContext, observed: Observed, taps: Iterable[str] | None 
     return against_reference(exact, release, observed, weights=ctx.weights, taps=taps)
 
 
+def shortened(schedule: Schedule, position: int) -> list[Operation]:
+    """The schedule of one sequence, without the tokens after a position."""
+    if len(schedule.sequences) > 1:
+        return list(schedule.operations)
+    kept, left = [], position + 1
+    for operation in schedule.operations:
+        if operation.op == "step":
+            ((name, tokens),) = operation.runs
+            operation, left = ops.step((name, tokens[:left])), left - len(tokens[:left])
+            if not operation.runs[0][1]:
+                continue
+        kept.append(operation)
+    return kept
+
+
 def finding_of(
     ctx: CheckContext, check: str, detector: str, schedule: Schedule, divergence: Divergence
 ) -> Finding:
@@ -71,10 +86,15 @@ def finding_of(
         check,
         detector,
         f"{schedule.name}: {divergence.message}",
-        operations=ops.to_json(schedule.operations),
+        operations=ops.to_json(shortened(schedule, divergence.position)),
         details={"schedule": schedule.name},
         **fields,
     )
+
+
+def operations_of(schedule: Schedule | None) -> dict[str, Any]:
+    """The operations of a schedule that broke off, as a finding holds them."""
+    return {} if schedule is None else {"operations": ops.to_json(schedule.operations)}
 
 
 def vocabulary(config: Any, seed_rng: Any) -> list[Tokens]:

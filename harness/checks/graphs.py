@@ -69,6 +69,10 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
         yield Scenario("verifies replayed, rejected, replayed again", tuple(operations), (a,))
     if "snapshot" not in declined:
         operations = [ops.open_("a", count), ops.step(("a", a[: window + 2])), ops.snapshot("a", "s")]
+        operations += [ops.step(("a", a[window + 2 : window + 3]), replay=True), ops.restore("r", "s", count)]
+        operations += chunked("r", a[window + 2 : window + 5], 1, replay=True)
+        yield Scenario("restored beside a graph, then replayed", tuple(operations), (a,))
+        operations = [ops.open_("a", count), ops.step(("a", a[: window + 2])), ops.snapshot("a", "s")]
         operations += [ops.open_("x", count), ops.step(("x", b[: window + 3])), ops.close("x")]
         operations += [
             *chunked("a", a[window + 2 : window + 4], 1, replay=True),

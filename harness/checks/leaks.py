@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
+from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
 from harness.checks._scenario import horizon, is_blind, most_sequences, other, stops_first, stream
 from harness.engine import Run
+from harness.operations import Interpreter, Operation
 from reference.errors import AllocationError, DSV41Error
 
 NAME = "leaks"
@@ -40,7 +42,7 @@ class Leaks:
         self.open: list[Any] = []
 
     def do(self, op: str, action: Callable[[], Any], **shown: Any) -> Any:
-        self.done.append({"op": op, **shown})
+        self.done.append({"op": op, **shown})  # words for a reader
         self.result.operations += 1
         return action()
 
@@ -92,9 +94,9 @@ class Leaks:
             )
 
     def same(self, what: str, before: Any) -> None:
-        after = plain(self.engine.ledger())
+        after, found = plain(self.engine.ledger()), len(self.result.findings)
         self.balanced(what)
-        if after != before and not self.over:
+        if after != before and len(self.result.findings) == found:
             keys = [k for k in before if before[k] != after[k]]
             self.report(
                 f"{what}: {', '.join(keys)} changed",
@@ -105,6 +107,49 @@ class Leaks:
 
 def plain(ledger: Any) -> dict[str, Any]:
     return dataclasses.asdict(ledger) if dataclasses.is_dataclass(ledger) else dict(vars(ledger))  # type: ignore[arg-type]
+
+
+def scripts(ctx: CheckContext, declined: frozenset[str]) -> Iterator[tuple[str, list[Operation]]]:
+    """The shortest lives of a sequence, each of which must leave nothing."""
+    count, a = horizon(ctx.config), stream(ctx, "a")
+    begin, close = [ops.open_("a", count), ops.step(("a", a[:3]))], ops.close("a")
+    yield "an open and a close", [ops.open_("a", count), close]
+    yield "a short sequence", [*begin, close]
+    wrong = ops.expecting(ops.step(("a", (ctx.config.vocab_size,))), "InputError")
+    yield "a sequence whose last step was refused", [*begin, wrong, close]
+    if "rollback" not in declined:
+        drafts = [ops.step(("a", other(ctx, a[3:8]))), ops.rollback("a", 3)]
+        yield "a sequence that rolled back", [*begin, *drafts, close]
+    if "snapshot" not in declined:
+        taken = [*begin, ops.snapshot("a", "s")]
+        yield "a snapshot and its restore", [*taken, ops.restore("b", "s", count), ops.close("b"), close]
+        refused = ops.expecting(ops.restore("b", "s", 2), "SnapshotError")
+        yield "a restore that was refused", [*taken, refused, close]
+    if "branch" not in declined:
+        branch = [ops.branch("a", "b"), ops.step(("b", a[3:5])), ops.close("b"), close]
+        yield "a branch", [*begin, *branch]
+
+
+def short_lives(books: Leaks) -> None:
+    """Every script on its own, from the same books to the same books (graphs and the like are made once)."""
+    for name, operations in scripts(books.ctx, books.engine.declines()):
+        base, books.done = plain(books.engine.ledger()), []
+        interpreter = Interpreter(books.engine)
+        for operation in operations:
+            books.done.append(operation.to_dict())
+            books.result.operations += 1
+            fine = interpreter.run(operation)
+            if not fine:
+                surprise = interpreter.trace.surprises[-1]
+                books.report(f"{name}: {operation.op}", surprise.expected, surprise.actual)
+                return
+            books.balanced(f"{name}: after its {operation.op}")
+            if books.over:
+                return
+        books.result.took("short lives")
+        books.same(f"after {name}", base)
+        if books.over:
+            return
 
 
 def request(books: Leaks, replay: bool) -> None:
@@ -236,6 +281,7 @@ def injected(books: Leaks, base: dict[str, Any]) -> None:
                 )
 
         engine.fault_injection = fail
+        books.done = []
         failed = False
         try:
             request(books, replay=False)
@@ -275,6 +321,10 @@ def run(ctx: CheckContext) -> CheckResult:
     books = Leaks(ctx, result)
     try:
         books.balanced("before anything")
+        short_lives(books)
+        if books.over:
+            ctx.forget(books.engine)
+            return result
         request(
             books, replay="graphs" not in books.engine.declines()
         )  # warm: what is built once is not a leak
@@ -300,6 +350,6 @@ CHECK = Check(
     " however it ended",
     run,
     needs=frozenset({"ledger"}),
-    required_paths=("books read", "requests", "refused calls"),
+    required_paths=("books read", "short lives", "requests", "refused calls"),
     detectors=("LK",),
 )  # fmt: skip

@@ -11,7 +11,15 @@ from __future__ import annotations
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._compared import Schedule, finding_of, observe_all, report_of, schedules, vocabulary
+from harness.checks._compared import (
+    Schedule,
+    finding_of,
+    observe_all,
+    operations_of,
+    report_of,
+    schedules,
+    vocabulary,
+)
 from harness.checks._scenario import is_blind, requires, stops_first
 from harness.checks._variants import with_yarn
 from harness.engine import Run
@@ -66,13 +74,14 @@ def ngram_rows(ctx: CheckContext, result: CheckResult) -> None:
 
 def run(ctx: CheckContext) -> CheckResult:
     result = CheckResult()
-    plans = [(ctx, list(schedules(ctx)))]
+    plans, last = [(ctx, list(schedules(ctx)))], None
     yarn = with_yarn(ctx)
     if yarn is not None:
         plans.append((yarn, list(schedules(yarn))[:1]))
     try:
         for context, parts in plans:
             for schedule in parts:
+                last = schedule
                 if not (result.findings and stops_first(ctx)):
                     compare(context, schedule, result)
             result.took("models compared")
@@ -81,7 +90,9 @@ def run(ctx: CheckContext) -> CheckResult:
     except Exception as error:
         ctx.forget_all()
         if not is_blind(ctx):
-            result.findings.append(ctx.finding(NAME, "REF", f"{type(error).__name__}: {error}"))
+            result.findings.append(
+                ctx.finding(NAME, "REF", f"{type(error).__name__}: {error}", **operations_of(last))
+            )
     return result
 
 

@@ -80,13 +80,17 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
     yield Scenario("slots reused at once", tuple(reuse), (a, b, c))
     if "snapshot" not in declined:
         both = [ops.open_("a", count), ops.step(("a", a[: 2 * window + 1])), ops.snapshot("a", "s")]
-        both += [ops.open_("b", count), ops.step(("b", b[: window + 3])), ops.close("a")]
-        both += [ops.open_("c", count), ops.step(("c", c[: 2 * window + 1])), ops.restore("r", "s", count)]
+        both += [ops.open_("b", count), ops.step(("b", b[: window + 3])), ops.restore("q", "s", count)]
+        both += [ops.step(("b", b[window + 3 : window + 4])), ops.close("a"), ops.open_("c", count)]
+        both += [ops.step(("c", c[: 2 * window + 1])), ops.restore("r", "s", count)]
         both += [
             *chunked("r", a[2 * window + 1 : 2 * window + 4], 1),
-            ops.step(("b", b[window + 3 : window + 5])),
+            ops.step(("b", b[window + 4 : window + 5])),
         ]
-        both += [ops.step(("c", c[2 * window + 1 : 2 * window + 3]))]
+        both += [
+            ops.step(("c", c[2 * window + 1 : 2 * window + 3])),
+            *chunked("q", a[2 * window + 1 : 2 * window + 3], 1),
+        ]
         yield Scenario("a snapshot restored among other tenants", tuple(both), (a, b, c))
     if "branch" not in declined:
         n = 2 * window + 1
@@ -142,8 +146,11 @@ def stale_handles(ctx: CheckContext, result: CheckResult) -> None:
     old = engine.open(count)
     engine.step([Run(old, a[: window + 1], 0)])
     engine.close(old)
-    for tenant in (None, engine.open(count)):
+    done = [ops.open_("a", count), ops.step(("a", a[: window + 1])), ops.close("a")]
+    for reused in (False, True):
+        tenant = engine.open(count) if reused else None
         if tenant is not None:
+            done += [ops.open_("b", count), ops.step(("b", b[:n]))]
             engine.step([Run(tenant, b[:n], 0)])
         for name, call in dead_calls(engine, old, a, n):
             result.operations += 1
@@ -165,6 +172,9 @@ def stale_handles(ctx: CheckContext, result: CheckResult) -> None:
                         f"{name} of a sequence {where} {message}",
                         expected="StateError",
                         actual=message,
+                        operations=ops.to_json(
+                            [*done, ops.expecting(ops.step(("a", a[n : n + 1])), "StateError")]
+                        ),
                     )
                 )
                 ctx.forget(engine)
@@ -185,6 +195,7 @@ def stale_handles(ctx: CheckContext, result: CheckResult) -> None:
                             tap="hidden",
                             expected=wrong.expected,
                             actual=wrong.actual,
+                            operations=ops.to_json([*done, ops.close("a"), ops.step(("b", b[n : n + 2]))]),
                         )
                     )
                     ctx.forget(engine)
@@ -261,7 +272,15 @@ def half_steps(ctx: CheckContext, result: CheckResult) -> None:
         engine.close(sequence)
         if message is not None and not is_blind(ctx):
             result.findings.append(
-                ctx.finding(NAME, "CAN", f"a step of a sequence fails at {points[place]} and it {message}")
+                ctx.finding(
+                    NAME,
+                    "CAN",
+                    f"a step of a sequence fails at {points[place]} and it {message}",
+                    operations=ops.to_json(
+                        [ops.open_("a", len(a)), ops.step(("a", a[:n])), ops.step(("a", a[n:end]))]
+                    ),
+                    details={"injected at": points[place]},
+                )
             )
             ctx.forget(engine)
             return

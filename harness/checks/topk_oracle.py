@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._compared import Schedule, finding_of, observe_all, report_of, schedules
+from harness.checks._compared import (
+    Schedule,
+    finding_of,
+    observe_all,
+    operations_of,
+    report_of,
+    schedules,
+)
 from harness.checks._scenario import is_blind, requires, stops_first
 from harness.checks._variants import with_ties
 from harness.decisions import Verdict, judge_selection
@@ -82,11 +89,13 @@ def compare(ctx: CheckContext, schedule: Schedule, result: CheckResult) -> Findi
 
 def run(ctx: CheckContext) -> CheckResult:
     result = CheckResult()
+    last = None
     for context in (ctx, with_ties(ctx)):
         if context is None:
             continue
         try:
             for schedule in schedules(context):
+                last = schedule
                 found = compare(context, schedule, result)
                 if found is not None and not is_blind(ctx):
                     result.findings.append(found)
@@ -95,7 +104,9 @@ def run(ctx: CheckContext) -> CheckResult:
         except Exception as error:
             context.forget_all()
             if not is_blind(ctx):
-                result.findings.append(ctx.finding(NAME, "TK", f"{type(error).__name__}: {error}"))
+                result.findings.append(
+                    ctx.finding(NAME, "TK", f"{type(error).__name__}: {error}", **operations_of(last))
+                )
     return result
 
 

@@ -218,26 +218,23 @@ def imprecise_pooling(patch: Patch) -> None:
 # rotation
 
 
-def halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    re, im = x.chunk(2, dim=-1)
-    return torch.cat((re * cos - im * sin, re * sin + im * cos), dim=-1)
+def halves(x: Tensor, turn: Tensor) -> Tensor:
+    """Channel i turned with channel i + R/2."""
+    turned = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1)) * turn
+    return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 @mutation("F40")
 def index_rotation_by_halves(patch: Patch) -> None:
     def wrap(old: Any) -> Any:
-        return lambda x, cos, sin, site: (
-            halves(x, cos, sin) if site in ("index_q", "index_k") else old(x, cos, sin, site)
-        )
+        return lambda x, turn, site: halves(x, turn) if site in ("index_q", "index_k") else old(x, turn, site)
 
     patch.seam("rotate", wrap)
 
 
 @mutation("F44")
 def compressed_rows_not_rotated(patch: Patch) -> None:
-    patch.seam(
-        "rotate", lambda old: lambda x, cos, sin, site: x if site == "latent" else old(x, cos, sin, site)
-    )
+    patch.seam("rotate", lambda old: lambda x, turn, site: x if site == "latent" else old(x, turn, site))
 
 
 # hyper-connections, norms, products
@@ -269,24 +266,27 @@ def rows_and_columns_exchanged(patch: Patch) -> None:
     patch.seam("sinkhorn", lambda old: sinkhorn)
 
 
+def half_of(x: Tensor | None, upper: bool) -> Tensor | None:
+    """The activation rows with the other half of their channels zero."""
+    if x is None:
+        return None
+    out, half = x.clone(), x.shape[-1] // 2
+    part = out[..., :half] if upper else out[..., half:]
+    (part.view(torch.uint8) if part.element_size() == 1 else part).zero_()
+    return out
+
+
 @mutation("F107")
 def splits_by_row_count(patch: Patch) -> None:
     def wrap(old: Any, engine: Any) -> Any:
-        from optimized.ops.product import operand, row_products
-
-        def linear(
-            out: Tensor, x: Any, xq: Any, xs: Any, w: Any, *, scale: float | None = None, **more: Any
-        ) -> None:
-            if out.shape[0] <= 4 or scale is not None:
-                return old(out, x, xq, xs, w, scale=scale, **more)
-            rows, half = operand(x, xq, xs, w), w.shape[1] // 2
-            parts = [
-                row_products(rows[:, part].contiguous(), w.dense[part].contiguous(), w.shape[0]).to(
-                    torch.bfloat16
-                )
-                for part in (slice(0, half), slice(half, None))
-            ]
-            out.copy_(parts[0].float() + parts[1].float())
+        def linear(out: Tensor, x: Any, xq: Any, xs: Any, w: Any, **more: Any) -> None:
+            if out.shape[0] <= 4:
+                old(out, x, xq, xs, w, **more)
+                return
+            parts = [torch.empty_like(out) for _ in range(2)]
+            for part, upper in zip(parts, (False, True), strict=True):
+                old(part, half_of(x, upper), half_of(xq, upper), xs, w, **more)
+            out.copy_(parts[0].to(torch.bfloat16).float() + parts[1].to(torch.bfloat16).float())
 
         return linear
 

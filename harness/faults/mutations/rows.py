@@ -107,7 +107,7 @@ def one_count_of_a_sequence(patch: Patch) -> None:
 @mutation("G11")
 def count_of_the_last_run(patch: Patch) -> None:
     def change(rows: Any, _: Any) -> None:
-        last = int(rows.positions.argmax()) if rows.n_rows == 0 else int(live(rows).nonzero()[-1])
+        last = int(live(rows).nonzero()[-1])
         for plan in rows.ratios.values():
             plan.visible.clamp_(max=int(plan.visible[last]))
 
@@ -265,8 +265,8 @@ def positions_of_the_chunk(patch: Patch) -> None:
     def change(rows: Any, _: Any) -> None:
         local = torch.where(chunk(rows), rows.positions - rows.starts, rows.positions)
         angle = local.to(torch.float32).unsqueeze(-1) * rows.frequencies.unsqueeze(1)
-        rows.rope_cos[:2] = angle.cos()
-        rows.rope_sin[:2] = angle.sin()
+        turn = torch.complex(angle.cos(), angle.sin())
+        rows.turn[0, :2], rows.turn[1, :2] = turn, turn.conj()
 
     after_plan(patch, change)
 
