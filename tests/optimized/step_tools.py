@@ -20,15 +20,19 @@ from reference.weights import RandomWeights
 TOKENS = torch.randint(0, 256, (4, 96), generator=torch.Generator().manual_seed(11)).tolist()
 
 
-@lru_cache(maxsize=4)
-def weights(seed: int = 5) -> RandomWeights:
-    return RandomWeights(V41Config.toy(), seed)
+TOY = V41Config.toy()
 
 
-def new_model(sequences: int = 4, device: str = "cpu", **options: Any) -> OptimizedModel:
+@lru_cache(maxsize=8)
+def weights(config: V41Config = TOY) -> RandomWeights:
+    return RandomWeights(config, 5)
+
+
+def new_model(
+    sequences: int = 4, device: str = "cpu", config: V41Config = TOY, **options: Any
+) -> OptimizedModel:
     """The toy stack over `sequences` slots of 96 tokens, slot i open for test sequence i."""
     torch.set_num_threads(1)
-    config = V41Config.toy()
     pool = StatePool(
         config,
         max_sequences=sequences,
@@ -38,7 +42,7 @@ def new_model(sequences: int = 4, device: str = "cpu", **options: Any) -> Optimi
         max_capacity=96,
         device=device,
     )
-    model = OptimizedModel(config, weights(), pool, **options)
+    model = OptimizedModel(config, weights(config), pool, **options)
     for _ in range(sequences):
         pool.open(96)
     return model
