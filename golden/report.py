@@ -123,6 +123,7 @@ def to_json(results: Sequence[CaseResult]) -> dict[str, Any]:
                 "ok": r.ok,
                 "seconds": round(r.seconds, 3),
                 "paths": r.paths,
+                "worst": {t: _worst(r.measures, (t,)) for t in ("attn_out", "stream")},
                 "free_running": None if r.free is None else asdict(r.free),
                 "measures": [_measure_json(m) for m in r.measures],
             }
