@@ -154,9 +154,11 @@ def run_check(check: Check, ctx: CheckContext) -> CheckResult:
         result = CheckResult([crash_finding(check.name, ctx, error)])
     if not result.declined:
         taken = [path for path, count in result.paths.items() if count > 0]
-        crashed = any(f.detector in ("CRASH", "PROTO") for f in result.findings)
-        for path in check.paths_for(ctx.config):
-            if path not in taken and not crashed:
+        missing = [path for path in check.paths_for(ctx.config) if path not in taken]
+        if (
+            not result.findings
+        ):  # a check that stopped at a finding has its reason not to have been everywhere
+            for path in missing:
                 message = f"the check never took the path {path!r}, so it proves nothing about it"
                 result.findings.append(
                     ctx.finding(

@@ -201,7 +201,6 @@ def read_dump(path: Path) -> dict[str, Any]:
             field="FILE",
             expected="a safetensors file",
             actual=f"{path}: {error}",
-            # fmt: skip
             hint="dump the taps of a step with safetensors.torch.save_file",
         ) from error
 

@@ -61,13 +61,16 @@ def fault(detector: str, message: str, field: str, expected: Any, actual: Any) -
 
 
 class Guarded:
-    """An engine whose every step is checked; all else goes to the engine itself."""
+    """An engine whose every step is checked; all else, attributes that a check sets too, goes to the engine itself."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        object.__setattr__(self, "engine", engine)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.engine, name, value)
 
     def step(
         self, runs: Sequence[Run], *, taps: Iterable[str] = (), replay: bool = False, **more: Any

@@ -110,6 +110,14 @@ def run_checks(
     return outcome
 
 
+def root_of(finding: Finding) -> tuple[Any, ...]:
+    """What findings of one root share: layer and tap; the fault of an engine that broke down; check and message."""
+    if finding.layer is not None:
+        return (finding.layer, finding.tap)
+    _, broke, fault = finding.message.partition("EngineFault: ")
+    return ("fault", fault) if broke else (finding.check, finding.message)
+
+
 def by_root(findings: Iterable[Finding]) -> list[Finding]:
     """Findings of one root as one: the same layer and tap, first seen with the shortest operation list.
 
@@ -118,8 +126,7 @@ def by_root(findings: Iterable[Finding]) -> list[Finding]:
     """
     groups: dict[tuple[Any, ...], list[Finding]] = {}
     for finding in findings:
-        root = (finding.layer, finding.tap) if finding.layer is not None else (finding.check, finding.message)
-        groups.setdefault(root, []).append(finding)
+        groups.setdefault(root_of(finding), []).append(finding)
     merged = []
     for group in groups.values():
         best = min(group, key=lambda f: (len(f.operations), f.position if f.position is not None else 0))

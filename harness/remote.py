@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from types import SimpleNamespace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -26,10 +26,13 @@ import reference.errors
 from harness import wire
 from harness.engine import CAPABILITIES, Run, StepResult
 from harness.guard import EngineFault
-from reference.errors import DSV41Error
+from reference.contract import Ledger
+from reference.engram import EngramTable
+from reference.errors import ConfigError, DSV41Error
 from reference.weights import tensor_specs
 
 CHUNK = 1 << 16
+FORMS = ("storage", "dense")  # of weights on the wire
 STDERR_KEPT = 4000  # characters of the process's last words in a finding
 
 
@@ -177,25 +180,35 @@ class RemoteEngine:
             "options": options,
         }
         answer, _ = self._ask("hello", hello, seconds=start_seconds)
-        self._accept(answer)
-        self.name = f"remote {answer['name']}"
-        self.max_rollback = int(answer["max_rollback"])
-        self._declines = frozenset(answer["declines"])
-        wanted = answer.get("weights", "none")
-        if wanted != "none":
-            self._ask(
-                "weights", {"form": wanted}, weight_tensors(config, weights, wanted), seconds=start_seconds
-            )
-
-    def _accept(self, answer: Mapping[str, Any]) -> None:
-        """Refuse another protocol version, a missing field, an unknown capability."""
         if answer.get("protocol") != wire.PROTOCOL:
             raise self._fail(
                 "the engine speaks another protocol", f"version {wire.PROTOCOL}", answer.get("protocol")
             )
+        unknown = sorted(set(options) - set(answer.get("options", ())))
+        if unknown:
+            self.shutdown()
+            raise ConfigError(
+                field="options",
+                expected=f"of {answer.get('options', [])}, as the engine's answer to hello says",
+                actual=unknown,
+                hint="leave them out, or let the engine list the options that it understands",
+            )
+        wanted = answer.get("weights", "none")
+        if wanted in FORMS:
+            tensors = weight_tensors(config, weights, wanted)
+            answer |= self._ask("weights", {"form": wanted}, tensors, seconds=start_seconds)[0]
+        elif wanted != "none":
+            raise self._fail("weights in no known form asked for", f"none, {', '.join(FORMS)}", wanted)
+        self._accept(answer)
+        self.name = f"remote {answer['name']}"
+        self.max_rollback = int(answer["max_rollback"])
+        self._declines = frozenset(answer["declines"])
+
+    def _accept(self, answer: Mapping[str, Any]) -> None:
+        """Refuse a missing field, an unknown capability."""
         missing = [key for key in ("name", "max_rollback", "declines") if key not in answer]
         if missing:
-            raise self._fail("the answer to hello is incomplete", ", ".join(missing), sorted(answer))
+            raise self._fail("the engine doesn't say what it is", ", ".join(missing), sorted(answer))
         unknown = set(answer["declines"]) - CAPABILITIES.keys()
         if unknown:
             raise self._fail(
@@ -235,7 +248,8 @@ class RemoteEngine:
         known = isinstance(error, Mapping) and isinstance(error.get("type"), str)
         kind = getattr(reference.errors, error["type"], None) if known else None
         if isinstance(kind, type) and issubclass(kind, DSV41Error):
-            return kind(str(error.get("message", "")))
+            said = {key: error.get(key) for key in ("field", "expected", "actual", "hint")}
+            return kind(error.get("message"), **said)
         return self._fail(
             f"an error without a known type from {verb}", "a class name of reference/errors.py", error
         )
@@ -297,8 +311,10 @@ class RemoteEngine:
     def close(self, sequence: Hashable) -> None:
         self._ask("close", {"sequence": sequence})
 
-    def ledger(self) -> Any:
-        return SimpleNamespace(**self._value("ledger", "ledger", dict))
+    def ledger(self) -> Ledger:
+        answer = self._value("ledger", "ledger", dict)
+        known = {field.name for field in fields(Ledger)}
+        return Ledger(**{name: value for name, value in answer.items() if name in known})
 
     def state_digest(self, sequence: Hashable) -> dict[str, str]:
         return self._value("state_digest", "digest", dict, sequence=sequence)
@@ -317,23 +333,26 @@ class RemoteEngine:
 
 
 def weight_tensors(config: Any, weights: Any, form: str) -> dict[str, Tensor]:
-    """All weights by name: `storage` as in the checkpoint, `dense` dequantised to float32; and token_map
-    int64 [V].
-    """
-    tensors = {"token_map": weights.token_map.to(torch.int64)}
+    """All weights by name: `storage` as in the checkpoint, `dense` dequantised to float32; and token_map int64 [V]."""
     specs = tensor_specs(config)
+    tensors = {"token_map": weights.token_map.to(torch.int64)}
     for name in specs:
         if form == "storage":
             tensors[name] = weights[name]
         elif not name.endswith(".scale"):
-            scaled = name.endswith(".weight") and f"{name.removesuffix('.weight')}.scale" in specs
-            value = (
-                weights.linear(name.removesuffix(".weight")).dequantized(torch.float32)
-                if scaled
-                else weights[name]
-            )
-            tensors[name] = value if value.dtype == torch.int64 else value.to(torch.float32)
+            tensors[name] = dense(weights, name, f"{name.removesuffix('.weight')}.scale" in specs)
     return tensors
+
+
+def dense(weights: Any, name: str, scaled: bool) -> Tensor:
+    """One weight as float32; the n-gram table has a scale for each row, every other matrix as its Linear says."""
+    if not scaled:
+        return weights[name].to(torch.float32)
+    prefix = name.removesuffix(".weight")
+    if not prefix.endswith("engram.embed"):
+        return weights.linear(prefix).dequantized(torch.float32)
+    table = EngramTable(weights[name], weights[f"{prefix}.scale"])
+    return table.lookup(torch.arange(len(table.weight)).unsqueeze(-1), torch.float32)
 
 
 def remote_factory(command: str) -> Callable[..., RemoteEngine]:
