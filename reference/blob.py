@@ -40,6 +40,14 @@ def unseal(blob: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise damaged("tensors", "readable tensors", f"{type(error).__name__}: {error}") from error
 
 
+def whole_number(metadata: Mapping[str, str], field: str) -> int:
+    """A count in a blob's metadata.  Raises SnapshotError when it is missing or none."""
+    text = metadata.get(field, "")
+    if not (text.isascii() and text.isdigit()):
+        raise damaged(field, "a whole number", metadata.get(field))
+    return int(text)
+
+
 def damaged(field: str, expected: Any, actual: Any, hint: str | None = None) -> SnapshotError:
     """The error of a blob that can't be used."""
     return SnapshotError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference.blob import damaged, seal, unseal
+from reference.blob import damaged, seal, unseal, whole_number
 from reference.config import V41Config
 from reference.contract import Ledger
 from reference.dspark import Draft, DSpark
@@ -232,15 +232,15 @@ class ReferenceEngine:
                 raise damaged(
                     field, value, metadata.get(field), "restore into an engine of the same kind and model"
                 )
-        capacity, length = self._checked_capacity(capacity), int(metadata["length"])
+        capacity, length = self._checked_capacity(capacity), whole_number(metadata, "length")
         if length > capacity:
             raise damaged(
                 "length", f"at most the capacity asked for, {capacity}", length, "ask for more capacity"
             )
         history = self.model.new_history(capacity)
         history.length = length
-        owner = metadata["last_key_owner"]
-        history.last_key_owner = int(owner) if owner else None
+        if metadata.get("last_key_owner") != "":
+            history.last_key_owner = whole_number(metadata, "last_key_owner")
         logs = history.logs()
         if set(logs) != set(tensors):
             raise damaged("tensors", sorted(logs), sorted(tensors))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference.blob import damaged, seal, unseal
+from reference.blob import damaged, seal, unseal, whole_number
 from reference.contract import Run, Streams, TransformerLayer
 from reference.engram import DEAD, hash_constants, ngram_rows, ngram_tokens
 from reference.errors import CapacityError, StateError
@@ -236,7 +236,7 @@ class ReferenceLayer(TransformerLayer):
                 raise damaged(
                     name, value, metadata.get(name), "restore into the same layer of the same model"
                 )
-        length = int(metadata["length"])
+        length = whole_number(metadata, "length")
         if length > live.capacity:
             raise damaged(
                 "length", f"at most the capacity, {live.capacity}", length, "allocate more capacity"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reference.blob import seal, unseal
 from reference.config import V41Config
 from reference.engine import ReferenceEngine, Run
 from reference.errors import CapacityError, InputError, RollbackError, SnapshotError, StateError
@@ -101,6 +102,18 @@ def test_damaged_snapshots(release, sequence):
     with pytest.raises(SnapshotError, match="length"):
         release.restore(blob, 9)
     assert release.ledger().sequences == live
+
+
+@pytest.mark.parametrize("field", ["format", "config", "precision", "length", "last_key_owner", "a tensor"])
+def test_a_snapshot_that_lacks_a_field(release, sequence, field):
+    tensors, metadata = unseal(release.snapshot(sequence))
+    del metadata["checksum"]
+    if field == "a tensor":
+        del tensors["L4.pending_kv"]
+    else:
+        del metadata[field]
+    with pytest.raises(SnapshotError, match="tensors" if field == "a tensor" else field):
+        release.restore(seal(tensors, metadata), 64)
 
 
 def test_a_snapshot_of_another_model_or_precision(release, float64, toy, sequence):
