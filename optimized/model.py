@@ -9,8 +9,8 @@ another row table.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from optimized.step import HostTable, RunRows
 from optimized.taps import finish
 from optimized.weights import LayerWeights, Weight, load_layer, pack
 from optimized.workspace import Workspace, make_workspace
-from reference.config import V41Config
+from reference.config import LayerRole, V41Config
 from reference.engram import hash_constants
 from reference.errors import UnsupportedError
 from reference.linear import Linear
@@ -50,7 +50,8 @@ class OptimizedModel:
 
     ops: the table of ops ("torch" backend by default).  experts: a cache that holds the routed experts;
     None = all resident. buckets: row counts of captured steps.  poison: NaN bytes into the workspace before
-    every step.
+    every step.  banks: gives a layer's routed experts as (w13, w2) banks, in place of those of `weights`
+    (hundreds of wide experts are drawn much faster on the device).
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class OptimizedModel:
         buckets: tuple[int, ...] = tables.ROW_BUCKETS,
         poison: bool = False,
         release_underfilled_selection: bool = False,
+        banks: Callable[[LayerRole], tuple[Weight, Weight]] | None = None,
     ) -> None:
         self.config, self.pool, self.device = config, pool, pool.device
         self.ops = ops or OpTable("torch")
@@ -73,14 +75,7 @@ class OptimizedModel:
         self.keep_unreachable = release_underfilled_selection
         self.dense = self.ops.backend == "torch"
         self.layer_weights: dict[int, LayerWeights] = {
-            role.index: load_layer(
-                weights,
-                role,
-                self.device,
-                dense=self.dense,
-                resident=experts is None or not experts.has(role.index),
-            )
-            for role in config.layers()
+            role.index: self._load(weights, role, banks) for role in config.layers()
         }
         self.blocks = self._blocks()
         self.embed = weights["embed.weight"].to(self.device)
@@ -216,6 +211,18 @@ class OptimizedModel:
                 del self._workspaces[key]
 
     # load
+
+    def _load(
+        self, weights: Weights, role: LayerRole, banks: Callable[[LayerRole], tuple[Weight, Weight]] | None
+    ) -> LayerWeights:
+        cached = self.experts is not None and self.experts.has(role.index)
+        loaded = load_layer(
+            weights, role, self.device, dense=self.dense, resident=banks is None and not cached
+        )
+        if banks is None or cached:
+            return loaded
+        w13, w2 = banks(role)
+        return replace(loaded, ffn=replace(loaded.ffn, w13=w13, w2=w2))
 
     def _blocks(self) -> list[Block]:
         pool, roles = self.pool, self.config.layers()
