@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from reference.engine import Run
 from tests.optimized.engine_tools import books, feed, make_engine, one_pass, plain_engine, step, tokens
 
 IDS = tokens(70)
@@ -98,6 +99,27 @@ def test_a_slot_that_was_used_before_gives_the_same_bits() -> None:
         assert (digest == baseline) == (seed == 3)
         engine.close(sequence)
     assert books(engine)[0] == {kind: 0 for kind in books(engine)[0]}
+
+
+def test_image_tokens_split_anywhere_and_change_the_result() -> None:
+    mask = tuple(7 <= i < 12 or i == 30 for i in range(40))
+    engine = make_engine(checking=True)
+    sequences = [engine.open(48) for _ in range(3)]
+    whole = engine.step([Run(sequences[0], IDS[:40], 0, mask)]).logits
+    assert torch.equal(whole[:7], one_pass(IDS)[:7]) and not torch.equal(whole[7:], one_pass(IDS)[7:40])
+    rows, at = [], 0
+    for size in (8, 1, 1, 5, 14, 1, 10):
+        run = Run(sequences[1], IDS[at : at + size], at, mask[at : at + size])
+        rows.append(engine.step([run], replay=size == 1).logits)
+        at += size
+    assert torch.equal(torch.cat(rows), whole) and engine.verify_canaries() == []
+    draft = Run(sequences[2], IDS[:9], 0, (True,) * 9)
+    engine.step([draft])
+    engine.rollback(sequences[2], 1)  # the dropped ids were dead, those that come are not
+    again = Run(sequences[2], IDS[1:20], 1, (False,) * 19)
+    first_dead = engine.step([again]).logits
+    twin = engine.open(48)
+    assert torch.equal(engine.step([Run(twin, IDS[:20], 0, (True, *(False,) * 19))]).logits[1:], first_dead)
 
 
 def test_the_reused_plain_engine_is_empty() -> None:
