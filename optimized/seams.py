@@ -1,8 +1,10 @@
-"""The small decisions on which an engine of this kind goes wrong, each a pure function that everybody calls by module.
+"""The small decisions on which an engine of this kind goes wrong, each a pure function called by module.
 
-`seams.visible_count(...)` and never `from seams import visible_count`: a fault of the catalogue replaces one attribute of
-this module and thereby every use of the rule. The functions take ints or tensors alike unless they say otherwise.
+`seams.visible_count(...)` and never `from seams import visible_count`: a fault of the catalogue replaces one
+attribute of this module and thereby every use of the rule. The functions take ints or tensors alike unless
+they say otherwise.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -87,7 +89,7 @@ def poison_for(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def shared_page_count(floor: int, length: int, page_tokens: int) -> int:
-    """Leading pages that a branch may share: wholly below the lowest legal rollback, so that nobody writes them again."""
+    """Leading pages that a branch may share: wholly below the lowest legal rollback, never written again."""
     return floor // page_tokens
 
 
@@ -232,7 +234,7 @@ def fp8_scale(amax: Tensor) -> Tensor:
 
 
 def power_of_two_ceil(v: Tensor) -> Tensor:
-    """Overwrites v > 0, float32: on its bits, the exponent plus one if the mantissa isn't zero; infinity if v isn't finite."""
+    """Overwrites v > 0, float32: the exponent plus one if the mantissa isn't zero; infinity if not finite."""
     bits = v.view(torch.int32).clamp_max_(_INFINITY_BITS)
     return bits.add_(_MANTISSA).bitwise_and_(_INFINITY_BITS).view(torch.float32)
 
