@@ -14,12 +14,14 @@ from typing import Any
 import jinja2
 import torch
 
+from harness.bisect import blame
 from harness.check import Check, CheckContext, CheckResult, run_check
 from harness.findings import DETECTORS, Finding, jsonable
 from harness.localize import localize
 
 TEMPLATES = Path(__file__).with_name("templates")
 SEARCHING = "machine"  # the check whose budget the user gives
+MOST_BLAMED = 3  # findings whose op is looked for
 FIXED_BUDGET = 10.0  # seconds that any other check may spend beyond its fixed part
 
 
@@ -104,7 +106,10 @@ def run_checks(
         if after is not None:
             after(check, result)
     ctx.budget = searching_budget
-    outcome.findings = by_root(finding for result in outcome.results for finding in result.findings)
+    roots = by_root(finding for result in outcome.results for finding in result.findings)
+    outcome.findings = [
+        blame(finding, ctx) if n < MOST_BLAMED else finding for n, finding in enumerate(roots)
+    ]
     outcome.declines = sorted({item for result in outcome.results for item in result.declined})
     outcome.seconds = time.perf_counter() - began
     return outcome

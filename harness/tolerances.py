@@ -61,7 +61,7 @@ WHOLE_MIN_ROWS = 16  # fewer rows don't average anything
 CONTRACT_FOLLOWS = 0.1
 CONTRACT_K = 0.5
 CONTRACT_REASON = (
-    "when half of an engine's taps stand within a tenth of the release's own error from the release, it takes the"
+    "when a quarter of an engine's taps stand within a tenth of the release's own error from the release, it takes the"
     " contract's casts, and what is left are rare flips of a code; a tap at half the release's error then has a"
     " rounding, or a term, of its own, long before it shows against float64"
 )
