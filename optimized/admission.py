@@ -41,6 +41,14 @@ def admit(pool: StatePool, config: V41Config, runs: Sequence[Any], max_rows: int
     admitted: list[Admitted] = []
     for i, run in enumerate(runs):
         field = f"runs[{i}]"
+        missing = [name for name in ("sequence", "token_ids", "start") if not hasattr(run, name)]
+        if missing:
+            raise InputError(
+                field=field,
+                expected="a Run with sequence, token_ids and start",
+                actual=f"{type(run).__name__} without {', '.join(missing)}",
+                hint="build runs with reference.engine.Run",
+            )
         tenant = pool.tenant(run.sequence)
         if any(tenant is other.tenant for other in admitted):
             raise InputError(
@@ -75,6 +83,13 @@ def check_room(field: str, start: int, count: int, capacity: int) -> None:
 
 
 def _checked(run: Any, tenant: Tenant, config: V41Config, field: str) -> Admitted:
+    if isinstance(run.token_ids, str) or not isinstance(run.token_ids, Sequence):
+        raise InputError(
+            field=f"{field}.token_ids",
+            expected="a sequence of integers",
+            actual=type(run.token_ids).__name__,
+            hint="pass a tuple or a list of token ids",
+        )
     token_ids = tuple(run.token_ids)
     if not token_ids:
         raise InputError(

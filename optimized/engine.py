@@ -166,7 +166,7 @@ class OptimizedEngine(Inspection):
         self.model.launch.before = self._before_launch
         self.model.runner.faults = _CapturePoints(self)
         self._compressed_ids = weights.token_map.tolist() if self.pool.ngram is not None else None
-        self._layers_begun = 0
+        self._layer = -1
 
     def declines(self) -> frozenset[str]:
         """Graphs, with an expert cache: which experts are near is decided on the host in the middle of a step."""
@@ -289,13 +289,10 @@ class OptimizedEngine(Inspection):
     def _before_launch(self, op: str, number: int) -> None:
         if self._fault_injection is None:
             return
-        if number == 0:
-            self._layers_begun = 0
-        if op == "hc_collapse":  # two sites a layer
-            layer, second = divmod(self._layers_begun, 2)
-            self._layers_begun += 1
-            if not second:
-                self.point(f"step.layer.{self.config.layer_ids[layer]}")
+        layer, before = self.model.launch.layer, self._layer
+        self._layer = layer
+        if layer >= 0 and (layer != before or number == 0):
+            self.point(f"step.layer.{layer}")
         if op == "commit_ngram":
             self.point("step.commit")
         self.point(f"step.launch.{number}.{op}")

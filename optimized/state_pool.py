@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch import Tensor
 from optimized import seams
 from optimized.pages import AllocationFaults, IdAllocator
 from reference.config import V41Config
-from reference.errors import CapacityError, ConfigError, StateError
+from reference.errors import AllocationError, CapacityError, ConfigError, StateError
 from reference.state_table import StateKind, state_table
 
 RING_KINDS = ("window", "pending", "ngram")
@@ -141,8 +142,6 @@ class StatePool:
         self.max_pages = -(-max_capacity // page_tokens)
         self.dump_slot, self.dump_page = seams.dump_slot(self.n_slots), seams.dump_page(self.n_pages)
         self.faults = AllocationFaults()
-        self.slots = IdAllocator(self.n_slots, "slot", self.faults, slot_order)
-        self.pages = IdAllocator(self.n_pages, "page", self.faults, page_order)
         self.tenants: dict[Handle, Tenant] = {}
         self._occupants: dict[int, Tenant] = {}  # by slot
         # checking mode: told of every tenancy before its first row and after its last
@@ -150,6 +149,8 @@ class StatePool:
         self.on_release: Callable[[list[int], list[int]], None] | None = None
         self.identity = next(_POOLS)
         self.stores = self._buffers()
+        self.slots = IdAllocator(self.n_slots, "slot", self.faults, slot_order)
+        self.pages = IdAllocator(self.n_pages, "page", self.faults, page_order)
         self.window = self._by_layer("window")
         self.pending = self._by_layer("pending")
         self.latent = self._by_layer("latent")
@@ -196,7 +197,15 @@ class StatePool:
         return [Store(k.name, k.layer, tensors[k.name, k.layer], k.ratio, k) for _, k in table]
 
     def _poisoned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        try:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        except RuntimeError as error:  # out of memory, in each device's own words
+            raise AllocationError(
+                field="state pool",
+                expected=f"{prod(shape) * dtype.itemsize} bytes for a buffer {list(shape)} on {self.device}",
+                actual=str(error).splitlines()[0],
+                hint="build the engine with fewer sequences, fewer pages or a smaller max_tokens",
+            ) from error
         tensor.view(torch.uint8).fill_(0xFF)
         return tensor
 
@@ -274,6 +283,8 @@ class StatePool:
 
     def copy_rings(self, slots: Sequence[int]) -> list[Tensor]:
         """Everything in the ring stores of these slots."""
+        if len(slots) == 1:  # no index to send to the device
+            return [rings[:, slots[0] : slots[0] + 1].clone() for rings in self._rings]
         index = torch.tensor(slots, dtype=torch.int64, device=self.device)
         return [rings.index_select(1, index) for rings in self._rings]
 

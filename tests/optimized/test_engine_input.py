@@ -40,6 +40,9 @@ def sequence(engine: OptimizedEngine) -> Any:
 BAD_RUNS = {
     "no runs": (lambda s: [], InputError, "runs"),
     "runs is no list": (lambda s: None, InputError, "runs"),
+    "a run is no run": (lambda s: [(s, (1,), 10)], InputError, r"runs\[0\]"),
+    "ids are no sequence": (lambda s: [Run(s, 5, 10)], InputError, "token_ids"),
+    "ids are text": (lambda s: [Run(s, "ab", 10)], InputError, "token_ids"),
     "empty rows": (lambda s: [Run(s, (), 10)], InputError, "token_ids"),
     "start behind": (lambda s: [Run(s, (1,), 9)], StateError, "start"),
     "start ahead": (lambda s: [Run(s, (1,), 11)], StateError, "start"),
@@ -142,7 +145,8 @@ def test_a_bad_blob_takes_no_slot(engine: OptimizedEngine, sequence: Any) -> Non
 def test_options_that_cannot_be() -> None:
     for options in (
         {"buckets": ()}, {"buckets": (0,)}, {"max_tokens": 0}, {"max_tokens": 4096}, {"page_tokens": 3},
-        {"max_sequences": 0},         {"ring_spare": -1}, {"backend": "cuda"}, {"experts_resident": 0}, {"checking": True, "poison": "zeros"},
+        {"max_sequences": 0}, {"ring_spare": -1}, {"backend": "cuda"}, {"experts_resident": 0},
+        {"checking": True, "poison": "zeros"},
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             make_engine(**options)

@@ -66,6 +66,11 @@ def test_a_geometry_that_does_not_fit_is_refused(name: str, value: int) -> None:
         make_pool(**{name: value})
 
 
+def test_a_pool_that_does_not_fit_into_memory_says_how_many_bytes_it_wanted() -> None:
+    with pytest.raises(AllocationError, match=r"state pool: expected \d{12,} bytes"):
+        make_pool(n_pages=1 << 42)
+
+
 def test_handles_of_released_reused_and_foreign_sequences_raise() -> None:
     pool, other = make_pool(), make_pool()
     first = pool.open(16)
