@@ -43,6 +43,7 @@ class Timed:
 
     layer: int
     component: str
+    op: Callable[..., Any]
     call: Callable[[], None]
 
 
@@ -63,7 +64,7 @@ class Tracing(Launcher):
         component = next((self.products[id(a)] for a in args if id(a) in self.products), BY_NAME.get(name))
         if component is not None and self.layer >= 0:
             op, more = self.table[name], {**constants, "scratch": self.scratch}
-            self.found.append(Timed(self.layer, component, lambda: op(*args, **more)))
+            self.found.append(Timed(self.layer, component, op, lambda: op(*args, **more)))
 
 
 class ById:

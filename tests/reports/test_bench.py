@@ -11,6 +11,8 @@ from reports.record import Record, Run, make_record, write_run
 
 GOOD = {"passed": True, "check": "test"}
 
+pytest.importorskip("scipy", reason="pip install 'dsv41-testbed[bench]'")
+
 
 def entry(name, us, passed=True):
     correctness = GOOD | {"passed": passed}

@@ -23,6 +23,7 @@ from reports.compare_runs import (
 )
 from reports.record import make_record, read_run, write_run
 
+pytest.importorskip("scipy", reason="pip install 'dsv41-testbed[bench]'")
 NOISE = json.loads((Path(__file__).parent / "data" / "noise_cpu.json").read_text())
 
 
