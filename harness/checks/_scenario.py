@@ -12,6 +12,7 @@ word.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -252,7 +253,7 @@ def play(ctx: CheckContext, check: str, detector: str, engine: Engine, scenario:
         return ctx.finding(
             check, detector_of(error, detector), f"{scenario.name}: {type(error).__name__}: {error}",
             operations=ops.to_json(scenario.operations[: interpreter.trace.done]),
-            details={"scenario": scenario.name},
+            details={"scenario": scenario.name, "raised in": raised_in(error)},
         )  # fmt: skip
     finally:
         _close(interpreter)
@@ -266,6 +267,25 @@ def _close(interpreter: Interpreter) -> None:
             interpreter.engine.close(interpreter.handles[name])
         except Exception:
             continue
+
+
+def raised_in(error: BaseException) -> str:
+    """File and line of the innermost frame: the engine's, or whatever stands in for a part of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def broke_off(
+    ctx: CheckContext, check: str, detector: str, error: BaseException, what: str = "", **more: Any
+) -> list[Finding]:
+    """The finding of an error in the middle of a check, none in a blind run; shared engines are dropped."""
+    ctx.forget_all()
+    memory(ctx).pop("truths", None)
+    if is_blind(ctx):
+        return []
+    message = f"{what + ': ' if what else ''}{type(error).__name__}: {error}"
+    details = {"raised in": raised_in(error)}
+    return [ctx.finding(check, detector_of(error, detector), message, details=details, **more)]
 
 
 def detector_of(error: BaseException | None, usual: str) -> str:
@@ -300,9 +320,11 @@ def run_scenarios(
 ) -> CheckResult:
     """Run scenarios until the list or (for those that are no must) the budget ends; findings are capped."""
     result = CheckResult() if result is None else result
-    began = time.perf_counter()
-    for scenario in scenarios:
+    began, sample = time.perf_counter(), getattr(ctx, "sample", None)
+    for index, scenario in enumerate(scenarios):
         if not scenario.must and time.perf_counter() - began > ctx.budget:
+            continue
+        if sample is not None and not sampled(sample, index, ctx.seed):
             continue
         ctx.progress(scenario.name)
         engine = engine_with(ctx, {**(options or {}), **scenario.options}, optional=scenario.optional)
@@ -316,10 +338,19 @@ def run_scenarios(
         except Exception as error:
             memory(ctx).pop("truths", None)
             if not is_blind(ctx):
-                result.findings.append(ctx.finding(
-                    check, detector_of(error, detector), f"{scenario.name}: the plain schedule fails: {type(error).__name__}: {error}",
-                    operations=ops.to_json([ops.open_("a", len(scenario.truths[0])),
-                                            ops.step(("a", scenario.truths[0]))])))  # fmt: skip
+                tokens = scenario.truths[0]
+                plain = [ops.open_("a", len(tokens)), ops.step(("a", tokens))]
+                message = f"{scenario.name}: the plain schedule fails: {type(error).__name__}: {error}"
+                where = {"scenario": scenario.name, "raised in": raised_in(error)}
+                result.findings.append(
+                    ctx.finding(
+                        check,
+                        detector_of(error, detector),
+                        message,
+                        operations=ops.to_json(plain),
+                        details=where,
+                    )
+                )
             return result
         found = play(ctx, check, detector, engine, scenario, truth, result)
         if found is not None:
@@ -328,6 +359,12 @@ def run_scenarios(
             if stops_first(ctx) or len(result.findings) >= MAX_FINDINGS:
                 break
     return result
+
+
+def sampled(sample: tuple[int, int], index: int, seed: int) -> bool:
+    """A part of a check's scenarios: the first ones, then one of so many, others for every seed."""
+    first, stride = sample
+    return index < first or (index + seed) % stride == 0
 
 
 def engine_with(ctx: CheckContext, options: Mapping[str, Any], *, optional: bool = False) -> Engine | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import Scenario, chunked, horizon, is_blind, run_scenarios, stream
+from harness.checks._scenario import Scenario, broke_off, chunked, horizon, is_blind, run_scenarios, stream
 
 NAME = "addresses"
 KINDS = ("window", "pending", "ngram", "latent", "index_key")
@@ -56,8 +56,7 @@ def run(ctx: CheckContext) -> CheckResult:
         try:
             probe(ctx, engine, result)
         except Exception as error:
-            if not is_blind(ctx):
-                result.findings.append(ctx.finding(NAME, "AW", f"{type(error).__name__}: {error}"))
+            result.findings += broke_off(ctx, NAME, "AW", error)
     else:
         result.notes["addresses"] = "the engine offers no address_probe: short rows alone were tried"
     if not result.findings:

@@ -11,6 +11,7 @@ from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
 from harness.checks._scenario import (
     Scenario,
+    broke_off,
     chunked,
     is_blind,
     most_rows,
@@ -139,9 +140,7 @@ def run(ctx: CheckContext) -> CheckResult:
         try:
             wrong_input(ctx, result)
         except Exception as error:
-            ctx.forget_all()
-            if not is_blind(ctx):
-                result.findings.append(ctx.finding(NAME, "AW", f"{type(error).__name__}: {error}"))
+            result.findings += broke_off(ctx, NAME, "AW", error)
     return result
 
 

@@ -7,9 +7,9 @@ from harness.check import Check, CheckContext, CheckResult
 from harness.checks._scenario import (
     Scenario,
     Truth,
+    broke_off,
     chunked,
     horizon,
-    is_blind,
     most_rows,
     play,
     requires,
@@ -93,9 +93,7 @@ def run(ctx: CheckContext) -> CheckResult:
         try:
             repeat(context, result)
         except Exception as error:
-            context.forget_all()
-            if not is_blind(ctx):
-                result.findings.append(ctx.finding(NAME, "DET", f"{type(error).__name__}: {error}"))
+            result.findings += broke_off(context, NAME, "DET", error)
     return result
 
 

@@ -15,6 +15,7 @@ from harness.check import Check, CheckContext, CheckResult
 from harness.checks._scenario import (
     Hook,
     Scenario,
+    broke_off,
     chunked,
     horizon,
     is_blind,
@@ -191,7 +192,10 @@ def run(ctx: CheckContext) -> CheckResult:
 
     result = run_scenarios(ctx, NAME, "GR", every(), style="prefill")
     if not (result.findings and stops_first(ctx)):
-        hook_order(ctx, result)
+        try:
+            hook_order(ctx, result)
+        except Exception as error:
+            result.findings += broke_off(ctx, NAME, "GR", error, "hook order")
     return result
 
 

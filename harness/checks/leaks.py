@@ -18,7 +18,7 @@ import torch
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import horizon, is_blind, most_sequences, other, stops_first, stream
+from harness.checks._scenario import broke_off, horizon, is_blind, most_sequences, other, stops_first, stream
 from harness.engine import Run
 from harness.operations import Interpreter, Operation
 from reference.errors import AllocationError, DSV41Error
@@ -334,11 +334,7 @@ def run(ctx: CheckContext) -> CheckResult:
                 ctx.progress(part.__name__.replace("_", " "))
                 part(books, base)
     except Exception as error:
-        ctx.forget(books.engine)
-        if not is_blind(ctx):
-            result.findings.append(
-                ctx.finding(NAME, "LK", f"{type(error).__name__}: {error}", operations=books.done[-12:])
-            )
+        result.findings += broke_off(ctx, NAME, "LK", error, operations=books.done[-12:])
     if result.findings:
         ctx.forget(books.engine)
     return result

@@ -16,6 +16,7 @@ from harness import taps as tap_names
 from harness.check import Check, CheckContext, CheckResult
 from harness.checks._scenario import (
     Paths,
+    broke_off,
     chunked,
     engine_with,
     horizon,
@@ -127,8 +128,7 @@ def run(ctx: CheckContext) -> CheckResult:
         try:
             found = hunt(context, options, result)
         except Exception as error:
-            context.forget_all()
-            found = ctx.finding(NAME, "NF", f"{type(error).__name__}: {error}")
+            found = next(iter(broke_off(ctx, NAME, "NF", error)), None)
         if found is not None and not is_blind(ctx):
             result.findings.append(found)
     return result

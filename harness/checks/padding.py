@@ -28,8 +28,11 @@ def full_pool(ctx: CheckContext, most: int, wide: int, options: dict[str, int]) 
     count = min(most, most_sequences(engine), most_rows(engine))
     full = Batch(ctx, count)
     names = list(full.streams)
-    # rings of any size hold live rows everywhere: lengths all round two and three windows
-    full.step(*((name, 2 * window + (i * window) // max(1, count - 1)) for i, name in enumerate(names)))
+    # rings of any size hold live rows everywhere: lengths all round two and three windows; in the last slot the
+    # newest row is the ring's last, where a row of position -1 would go
+    lengths = [2 * window + (i * window) // max(1, count - 1) for i in range(count)]
+    lengths[-1] = min(window + min(engine.max_rollback, 2 * window), 3 * window)
+    full.step(*zip(names, lengths, strict=True))
     members = names[: min(wide, count - 1)]
     full.step(*((name, 1) for name in members), replay=replay)
     full.step((names[-1], 1))

@@ -20,7 +20,7 @@ from harness.checks._compared import (
     schedules,
     vocabulary,
 )
-from harness.checks._scenario import is_blind, requires, stops_first
+from harness.checks._scenario import broke_off, is_blind, requires, stops_first
 from harness.checks._variants import with_yarn
 from harness.engine import Run
 from harness.lockstep import wanted_taps
@@ -88,11 +88,7 @@ def run(ctx: CheckContext) -> CheckResult:
         if not (result.findings and stops_first(ctx)):
             ngram_rows(ctx, result)
     except Exception as error:
-        ctx.forget_all()
-        if not is_blind(ctx):
-            result.findings.append(
-                ctx.finding(NAME, "REF", f"{type(error).__name__}: {error}", **operations_of(last))
-            )
+        result.findings += broke_off(ctx, NAME, "REF", error, **operations_of(last))
     return result
 
 

@@ -84,6 +84,11 @@ def single(ctx: CheckContext, a: tuple[int, ...], widest: int) -> Iterator[Scena
         ]
         operations += chunked("a", a[at : at + 4], 1)
         yield Scenario(f"at {start}: {accepted} of {width} accepted", tuple(operations), (a,))
+    if widest > 3:
+        start, narrow = window + 3, min(3, widest - 1)
+        operations = [ends, ops.step(("a", a[:start])), *verify(ctx, "a", a, start, widest, 2)]
+        operations += [*verify(ctx, "a", a, start + 2, narrow, 1), *chunked("a", a[start + 3 : start + 6], 1)]
+        yield Scenario("a wide verify, then a narrow one", tuple(operations), (a,))
     limit = ctx.engine().max_rollback
     start = window + limit + 3
     if start + 4 < count:

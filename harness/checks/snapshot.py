@@ -18,11 +18,11 @@ from harness.check import Check, CheckContext, CheckResult
 from harness.checks._scenario import (
     Scenario,
     boundaries,
+    broke_off,
     chunked,
     engine_with,
     horizon,
     is_blind,
-    memory,
     other,
     requires,
     row_difference,
@@ -295,12 +295,7 @@ def run(ctx: CheckContext) -> CheckResult:
         try:
             part(ctx, result)
         except Exception as error:
-            ctx.forget_all()
-            memory(ctx).pop("truths", None)
-            if not is_blind(ctx):
-                result.findings.append(
-                    ctx.finding(NAME, "SN", f"{part.__name__}: {type(error).__name__}: {error}")
-                )
+            result.findings += broke_off(ctx, NAME, "SN", error, part.__name__)
     if not (result.findings and stops_first(ctx)):
         run_scenarios(ctx, NAME, "SN", every, style="prefill", result=result)
     return result

@@ -15,6 +15,7 @@ from harness.check import Check, CheckContext, CheckResult
 from harness.checks._scenario import (
     Hook,
     Scenario,
+    broke_off,
     chunked,
     engine_with,
     horizon,
@@ -298,11 +299,7 @@ def run(ctx: CheckContext) -> CheckResult:
             try:
                 part(ctx, result)
             except Exception as error:
-                ctx.forget_all()
-                if not is_blind(ctx):
-                    result.findings.append(
-                        ctx.finding(NAME, "CAN", f"{part.__name__}: {type(error).__name__}: {error}")
-                    )
+                result.findings += broke_off(ctx, NAME, "CAN", error, part.__name__)
     if checked and not (result.findings and stops_first(ctx)):
         run_scenarios(
             ctx,

@@ -21,7 +21,7 @@ from harness.checks._compared import (
     report_of,
     schedules,
 )
-from harness.checks._scenario import is_blind, requires, stops_first
+from harness.checks._scenario import broke_off, is_blind, requires, stops_first
 from harness.checks._variants import with_ties
 from harness.decisions import Verdict, judge_selection
 from harness.findings import Finding
@@ -102,11 +102,7 @@ def run(ctx: CheckContext) -> CheckResult:
                     if stops_first(ctx):
                         return result
         except Exception as error:
-            context.forget_all()
-            if not is_blind(ctx):
-                result.findings.append(
-                    ctx.finding(NAME, "TK", f"{type(error).__name__}: {error}", **operations_of(last))
-                )
+            result.findings += broke_off(context, NAME, "TK", error, **operations_of(last))
     return result
 
 

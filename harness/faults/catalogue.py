@@ -1,8 +1,8 @@
 """The fault catalogue as data: real defects of this kind of software, each a change to a correct engine.
 
-A row says where the defect was reported, what a user saw, what caused it, the smallest change that brings
-it back (`change`, made at `seam`), the situation that shows it, and the detectors of which at least one must
-find it. The changes themselves stand in harness/faults/mutations/, registered under the rows' ids.
+A row says where the defect was reported, what a user saw, what caused it, the smallest change that brings it
+back (`change`, made at `seam`), the situation that shows it, and the detectors of which at least one must find
+it. The changes themselves stand in harness/faults/mutations/, registered under the rows' ids.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A mutation is a function `mutate(patch)` registered under a row of the catalogue
     patch.verb("rollback", lambda old, engine: ...)         a verb of every engine that is built
     patch.built(lambda engine: ...)                         anything else of an engine, right after it was built
 
-Seams are module attributes: they hold while the patch is entered (`with patch:`) and are put back afterwards. Nothing of a check, of
-its expectation or of the reference is ever touched.
+Seams are module attributes: they hold while the patch is entered (`with patch:`) and are put back afterwards.
+Nothing of a check, of its expectation or of the reference is ever touched.
 """
 
 from __future__ import annotations

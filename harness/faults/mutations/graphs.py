@@ -1,4 +1,6 @@
-"""Faults of capture and replay: inputs that are not refreshed, values baked at capture, padding rows, freed scratch."""
+"""Faults of capture and replay: inputs that are not refreshed, values baked at capture, padding rows, freed
+scratch.
+"""
 
 from __future__ import annotations
 

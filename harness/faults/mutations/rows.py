@@ -1,7 +1,8 @@
-"""Faults of addressing: visible counts, windows, groups, rings, commits, histories, positions; made after `plan_rows`.
+"""Faults of addressing: visible counts, windows, groups, rings, commits, histories, positions; made after
+`plan_rows`.
 
-`plan_rows` derives from the row table where every op of the step reads and writes. A mutation here lets it do so and then changes what a
-defective engine would have derived.
+`plan_rows` derives from the row table where every op of the step reads and writes. A mutation here lets it do
+so and then changes what a defective engine would have derived.
 """
 
 from __future__ import annotations
