@@ -32,6 +32,7 @@ from optimized.model import OptimizedModel
 from optimized.snapshot import read_snapshot, restore_rows, take_snapshot
 from optimized.state_pool import StatePool
 from optimized.step import RunRows
+from optimized.stores import Geometry
 from reference.config import V41Config
 from reference.engine import StepResult
 from reference.errors import InputError, RollbackError, UnsupportedError
@@ -124,11 +125,13 @@ class OptimizedEngine(Inspection):
         self.buckets = checked_buckets(buckets)
         self.max_sequences, self.max_rollback, self.page_tokens = max_sequences, ring_spare, page_tokens
         longest = min(config.max_position_embeddings, MAX_TOKENS) if max_tokens is None else max_tokens
-        pages = max_sequences * -(-longest // page_tokens) if n_pages is None else n_pages
+        if n_pages is None:
+            Geometry(max_sequences, 1, page_tokens, ring_spare, longest).check(config)
+            n_pages = max_sequences * -(-longest // page_tokens)
         self.pool = StatePool(
             config,
             max_sequences=max_sequences,
-            n_pages=pages,
+            n_pages=n_pages,
             page_tokens=page_tokens,
             ring_spare=ring_spare,
             max_capacity=longest,

@@ -13,7 +13,8 @@ from optimized.checking import Checker
 from optimized.experts import ExpertCache
 from optimized.ledger import Conservation, conservation, take_ledger
 from optimized.model import OptimizedModel
-from optimized.state_pool import StatePool, Store
+from optimized.state_pool import StatePool
+from optimized.stores import Store
 from reference.contract import Ledger
 from reference.errors import InputError, UnsupportedError
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from optimized import seams
-from optimized.state_pool import StatePool, Store, Tenant
+from optimized.state_pool import StatePool, Tenant
+from optimized.stores import Store
 from reference.blob import damaged, seal, unseal
 
 FORMAT = "dsv41-state/1"

@@ -21,19 +21,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import Tensor
 
 from optimized import seams
 from optimized.pages import AllocationFaults, IdAllocator
+from optimized.stores import APPEND_KINDS, RING_KINDS, Geometry, Store, make_stores
 from reference.config import V41Config
-from reference.errors import AllocationError, CapacityError, ConfigError, StateError
-from reference.state_table import StateKind, state_table
+from reference.errors import CapacityError, StateError
 
-RING_KINDS = ("window", "pending", "ngram")
-APPEND_KINDS = ("latent", "index_key")
 _POOLS = itertools.count()
 
 
@@ -62,35 +59,6 @@ class Tenant:
         return self.handle.slot
 
 
-@dataclass(frozen=True)
-class Store:
-    """One buffer of the table. tensor: [n_slots+1 or n_pages+1, size, *row]; a row covers `ratio` tokens (1
-    for rings)."""
-
-    kind: str
-    layer: int | None
-    tensor: Tensor
-    ratio: int
-    declared: StateKind
-
-    @property
-    def name(self) -> str:
-        return self.kind if self.layer is None else f"L{self.layer}.{self.kind}"
-
-    @property
-    def size(self) -> int:
-        return self.tensor.shape[1]
-
-    @property
-    def is_ring(self) -> bool:
-        return self.kind in RING_KINDS
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of one slot or one page of this buffer."""
-        return self.tensor[0].numel() * self.tensor.element_size()
-
-
 class StatePool:
     """`max_sequences` slots and `n_pages` pages of `page_tokens` tokens.
 
@@ -113,28 +81,8 @@ class StatePool:
         page_order: Sequence[int] | None = None,
         layers: Collection[int] | None = None,
     ) -> None:
-        ratios = {role.ratio for role in config.layers() if role.is_kv_source}
-        for name, value, ok, expected in (
-            ("max_sequences", max_sequences, max_sequences > 0, "at least 1"),
-            ("n_pages", n_pages, n_pages > 0, "at least 1"),
-            (
-                "page_tokens",
-                page_tokens,
-                page_tokens > 0 and all(page_tokens % r == 0 for r in ratios),
-                f"a positive multiple of every compress ratio {sorted(ratios)}",
-            ),
-            ("ring_spare", ring_spare, ring_spare >= 0, "0 or more"),
-            (
-                "max_capacity",
-                max_capacity,
-                0 < max_capacity <= config.max_position_embeddings,
-                f"1..max_position_embeddings = {config.max_position_embeddings}",
-            ),
-        ):
-            if not ok:
-                raise ConfigError(
-                    field=name, expected=expected, actual=value, hint="change this engine option"
-                )
+        geometry = Geometry(max_sequences, n_pages, page_tokens, ring_spare, max_capacity)
+        geometry.check(config)
         self.config, self.device = config, torch.device(device)
         self.layers = config.layer_ids if layers is None else tuple(layers)
         self.n_slots, self.n_pages = max_sequences, n_pages
@@ -148,7 +96,7 @@ class StatePool:
         self.on_admit: Callable[[Tenant], None] | None = None
         self.on_release: Callable[[list[int], list[int]], None] | None = None
         self.identity = next(_POOLS)
-        self.stores = self._buffers()
+        self.stores, self._rings = make_stores(config, geometry, self.layers, self.device)
         self.slots = IdAllocator(self.n_slots, "slot", self.faults, slot_order)
         self.pages = IdAllocator(self.n_pages, "page", self.faults, page_order)
         self.window = self._by_layer("window")
@@ -161,59 +109,6 @@ class StatePool:
         )
 
     # buffers
-
-    def _buffers(self) -> list[Store]:
-        # ring rows as a sequence without spare rows needs them; the spare ones are added by one rule for all rings
-        table = [
-            (base, kind)
-            for base, kind in zip(
-                state_table(self.config, capacity=self.page_tokens, form="packed"),
-                state_table(
-                    self.config, capacity=self.page_tokens, form="packed", ring_spare=self.ring_spare
-                ),
-                strict=True,
-            )
-            if kind.name in (*RING_KINDS, *APPEND_KINDS) and self._keeps(kind)
-        ]
-        rings: dict[tuple[int, ...], list[StateKind]] = {}
-        for base, kind in table:
-            if kind.name in RING_KINDS:
-                shape = (seams.ring_rows(base.rows, self.ring_spare), *kind.row_shape)
-                rings.setdefault(shape, []).append(kind)
-        # rings of one shape lie in one buffer [kinds, n_slots+1, size, ...]: a slot of all is copied in one launch
-        self._rings = [
-            self._poisoned((len(kinds), self.n_slots + 1, *shape), kinds[0].dtype)
-            for shape, kinds in rings.items()
-        ]
-        tensors = {
-            (kind.name, kind.layer): base[i]
-            for base, kinds in zip(self._rings, rings.values(), strict=True)
-            for i, kind in enumerate(kinds)
-        }
-        for base, kind in table:
-            if kind.name in APPEND_KINDS:
-                shape = (self.n_pages + 1, base.rows, *kind.row_shape)
-                tensors[kind.name, kind.layer] = self._poisoned(shape, kind.dtype)
-        return [Store(k.name, k.layer, tensors[k.name, k.layer], k.ratio, k) for _, k in table]
-
-    def _poisoned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        try:
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        except RuntimeError as error:  # out of memory, in each device's own words
-            raise AllocationError(
-                field="state pool",
-                expected=f"{prod(shape) * dtype.itemsize} bytes for a buffer {list(shape)} on {self.device}",
-                actual=str(error).splitlines()[0],
-                hint="build the engine with fewer sequences, fewer pages or a smaller max_tokens",
-            ) from error
-        tensor.view(torch.uint8).fill_(0xFF)
-        return tensor
-
-    def _keeps(self, kind: StateKind) -> bool:
-        """Does the kind belong to one of this pool's layers? The model's own go with the layers that read them."""
-        if kind.layer is not None:
-            return kind.layer in self.layers
-        return any(self.config.layer(i).has_engram for i in self.layers)
 
     def _by_layer(self, kind: str) -> dict[int, Tensor]:
         return {s.layer: s.tensor for s in self.stores if s.kind == kind and s.layer is not None}

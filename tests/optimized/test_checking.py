@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimized.checking import Checker, Planned, Poison
+from optimized.checking import Checker, Planned
 from optimized.ledger import conservation
+from optimized.poison import Poison
 from optimized.snapshot import read_snapshot, restore_rows, take_snapshot
 from optimized.state_pool import StatePool, Tenant
 from reference.errors import ConfigError, StateError

@@ -145,6 +145,7 @@ def test_a_bad_blob_takes_no_slot(engine: OptimizedEngine, sequence: Any) -> Non
 def test_options_that_cannot_be() -> None:
     for options in (
         {"buckets": ()}, {"buckets": (0,)}, {"max_tokens": 0}, {"max_tokens": 4096}, {"page_tokens": 3},
+        {"page_tokens": 0}, {"page_tokens": "16"}, {"max_tokens": 2.5}, {"max_sequences": None},
         {"max_sequences": 0}, {"ring_spare": -1}, {"backend": "cuda"}, {"experts_resident": 0},
         {"checking": True, "poison": "zeros"},
     ):  # fmt: skip

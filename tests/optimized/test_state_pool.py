@@ -59,7 +59,15 @@ def test_a_capacity_that_no_sequence_can_have_is_refused(capacity: object) -> No
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("page_tokens", 7), ("page_tokens", 0), ("ring_spare", -1), ("n_pages", 0), ("max_capacity", 1 << 30)],
+    [
+        ("page_tokens", 7),
+        ("page_tokens", 0),
+        ("ring_spare", -1),
+        ("ring_spare", 1.5),
+        ("max_sequences", "3"),
+        ("n_pages", 0),
+        ("max_capacity", 1 << 30),
+    ],
 )
 def test_a_geometry_that_does_not_fit_is_refused(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=name):
