@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Leaks:
     def close_all(self) -> None:
         while self.open:
             sequence = self.open.pop()
-            self.do("close", lambda s=sequence: self.engine.close(s))
+            self.do("close", partial(self.engine.close, sequence))
 
     def report(self, what: str, expected: Any, actual: Any) -> None:
         if not is_blind(self.ctx):
@@ -208,14 +209,14 @@ def refused(books: Leaks, base: dict[str, Any]) -> None:
         books.step(sequence, a[:n], 0)
         before = plain(engine.ledger())
         try:
-            books.do(name, lambda b=bad, s=sequence: b(s))
+            books.do(name, partial(bad, sequence))
         except DSV41Error:
             books.result.took("refused calls")
         else:
             books.report(f"{name} was not refused", "a typed error", "no error")
         books.same(f"after {name}", before)
         books.close_all()
-        books.do("close", lambda s=sequence: engine.close(s))  # again: nothing
+        books.do("close", partial(engine.close, sequence))  # again: nothing
         books.same(f"after {name} and a close, twice", base)
         if books.over:
             return

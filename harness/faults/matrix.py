@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
@@ -29,7 +29,7 @@ MOST_OPERATIONS, MEDIAN_OPERATIONS = 10, 5  # of a shrunk repro
 
 @dataclass
 class Matrix:
-    """Trials by fault id; `alarms`: findings on the correct engine by seed; `extra`: with `full`, checks by fault that see it."""
+    """Trials by fault id. alarms: findings on the correct engine by seed. extra: checks that see a fault (`full`)."""
 
     engine: str
     config: str
@@ -37,6 +37,7 @@ class Matrix:
     trials: dict[str, Trial] = field(default_factory=dict)
     alarms: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     extra: dict[str, dict[str, str]] = field(default_factory=dict)
+    left_out: int = 0  # jobs that the budget had no time for
     seconds: float = 0.0
 
     def with_status(self, status: str) -> list[Trial]:
@@ -48,20 +49,22 @@ class Matrix:
 
     def problems(self) -> list[str]:
         """Everything that keeps the gate shut, in words."""
-        found = [
-            f"{t.id} was not found by any of {', '.join(BY_ID[t.id].detectors)}"
-            for t in self.with_status("missed")
-        ]
-        found += [f"the mutation of {t.id} is broken: {t.message}" for t in self.with_status("broken")]
-        found += [
-            f"{t.id} is found by {t.check} without its comparison"
-            for t in self.trials.values()
-            if t.control is False
-        ]
+        found = []
+        for trial in self.trials.values():
+            if trial.status == "missed":
+                found.append(f"{trial.id} was not found by any of {', '.join(BY_ID[trial.id].detectors)}")
+            if trial.status == "broken":
+                found.append(f"the mutation of {trial.id} is broken: {trial.message}")
+            if trial.control is False:
+                found.append(f"{trial.id} is found by {trial.check} without its comparison")
+            if trial.status == "caught" and trial.operations > MOST_OPERATIONS:
+                found.append(
+                    f"{trial.id} takes {trial.operations} operations to show, more than {MOST_OPERATIONS}"
+                )
         for seed, findings in self.alarms.items():
             found += [f"false alarm with seed {seed}: {f['check']}: {f['message']}" for f in findings]
-        long = [t.id for t in self.with_status("caught") if t.operations > MOST_OPERATIONS]
-        found += [f"{name} takes more than {MOST_OPERATIONS} operations to show" for name in long]
+        if self.left_out:
+            found.append(f"{self.left_out} faults and seeds were not begun within the budget")
         return found
 
     def detected_by(self, fault: str) -> dict[str, str]:
@@ -123,10 +126,11 @@ def run_matrix(
     seeds: int = 20,
     control: bool = False,
     full: bool = False,
+    budget: float = float("inf"),
     workers: int | None = None,
     progress: Progress = lambda last, done, total: None,
 ) -> Matrix:
-    """Try the faults (all by default) and `seeds` seeds of the correct engine."""
+    """Try the faults (default: all) and `seeds` seeds of the correct engine; nothing begins after `budget` seconds."""
     began = time.perf_counter()
     faults = find(list(ids) if ids is not None else None)
     matrix = Matrix(engine, config, seed)
@@ -139,8 +143,12 @@ def run_matrix(
         ]
     # the long ones first, so that no core waits at the end
     jobs.sort(key=lambda job: job[0] != "seed")
-    for done, (job, answer) in enumerate(answers(jobs, workers), start=1):
-        if job[0] == "fault":
+    for done, (job, answer) in enumerate(answers(jobs, workers, began + budget), start=1):
+        if answer is None:
+            matrix.left_out += 1
+            if job[0] == "fault":
+                matrix.trials[job[1]] = Trial(job[1], "not_run")
+        elif job[0] == "fault":
             matrix.trials[job[1]] = Trial.from_dict(answer)
         elif job[0] == "seed":
             matrix.alarms[job[1]] = answer
@@ -154,17 +162,27 @@ def run_matrix(
     return matrix
 
 
-def answers(jobs: list[tuple[Any, ...]], workers: int | None) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Jobs with their answers, as they come; in this process when one is enough."""
+def answers(
+    jobs: list[tuple[Any, ...]], workers: int | None, deadline: float
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Jobs with their answers, as they come; None for one that the deadline left out. One core: in this process."""
     count = min(workers or os.cpu_count() or 1, len(jobs))
     if count <= 1 or len(jobs) <= 2:
         for job in jobs:
-            yield job, work(job)
+            yield job, work(job) if time.perf_counter() < deadline else None
         return
+    waiting = list(reversed(jobs))
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        futures: dict[Future[Any], tuple[Any, ...]] = {pool.submit(work, job): job for job in jobs}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        running: dict[Future[Any], tuple[Any, ...]] = {}
+        while waiting or running:
+            while waiting and len(running) < count and time.perf_counter() < deadline:
+                job = waiting.pop()
+                running[pool.submit(work, job)] = job
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+            if not running and time.perf_counter() >= deadline:
+                yield from ((job, None) for job in reversed(waiting))
+                return
 
 
 def work(job: tuple[Any, ...]) -> Any:

@@ -108,8 +108,8 @@ def matrix_page(data: dict[str, Any]) -> str:
     problems = "".join(f'<li class="missed">{text(p)}</li>' for p in data["problems"])
     body = (
         f'<p class="dim">engine {text(data["engine"])}, config {text(data["config"])}, seed {data["seed"]}, made'
-        f" {text(data['made'])} in {data['seconds']} s. &#10003; found it; &#183; ran and did not find it. Every row is a defect"
-        ' that a public project really had: <a href="fault-catalogue.html">the catalogue</a>.</p>'
+        f" {text(data['made'])} in {data['seconds']} s. &#10003; found it; &#183; ran and did not find it. Every row is"
+        ' a defect that a public project really had: <a href="fault-catalogue.html">the catalogue</a>.</p>'
         f'<div class="cards">{"".join(f"<div><b>{text(n)}</b>{text(what)}</div>" for n, what in cards)}</div>'
         f"{'<ul>' + problems + '</ul>' if problems else ''}"
         f'<div class="wide"><table>{"".join(rows)}</table></div>'
@@ -121,9 +121,9 @@ def catalogue_page() -> str:
     """Every row of the catalogue for a reader."""
     meaning = "".join(f"<li><b>{text(k)}</b> {text(v)}</li>" for k, v in DETECTORS.items())
     parts = [
-        "<p>Each row is a defect that a public project had in this kind of code, restated as the smallest change to a correct"
-        " engine. A check is worth what it catches: each of these, put into the engine, must be reported by at least one of its"
-        f" named detectors.</p><details><summary>Detectors</summary><ul>{meaning}</ul></details>"
+        "<p>Each row is a defect that a public project had in this kind of code, restated as the smallest change to a"
+        " correct engine. A check is worth what it catches: each of these, put into the engine, must be reported by at"
+        f" least one of its named detectors.</p><details><summary>Detectors</summary><ul>{meaning}</ul></details>"
     ]
     for family, title in FAMILIES.items():
         rows = [
