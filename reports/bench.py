@@ -36,8 +36,8 @@ class BenchError(RuntimeError):
     """A benchmark can't be run or compared here; the text says why and what to do."""
 
 
-def run_suite(out: Path, *, select: str = "", root: Path = ROOT) -> Run:
-    """The suite once, in a process of its own, into a pytest-benchmark JSON."""
+def run_suite(out: Path, *, select: str = "", root: Path = ROOT, slow: bool = False) -> Run:
+    """The suite once, in a process of its own, into a pytest-benchmark JSON. slow: what takes minutes too."""
     if not (root / SUITE).is_dir():
         raise BenchError(f"no {SUITE} under {root}: benchmarks run from a checkout of the repository")
     command = [sys.executable, "-m", "pytest", str(SUITE), "-q", "--benchmark-enable", "--benchmark-only"]
@@ -63,7 +63,7 @@ def run_many(
         paths = [Path(folder) / f"{i}.json" for i in range(processes)]
         for i, path in enumerate(paths):
             tell(f"process {i + 1} of {processes}")
-            run_suite(path, select=select)
+            run_suite(path, select=select, slow=slow)
         merged = merge([json.loads(path.read_text(encoding="utf-8")) for path in paths])
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")

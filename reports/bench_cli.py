@@ -24,6 +24,7 @@ def bench(
         str, typer.Option("-k", "--select", help="only benchmarks whose name fits (as pytest -k)")
     ] = "",
     processes: Annotated[int, typer.Option(min=1, help="processes to measure with, without --against")] = 1,
+    slow: Annotated[bool, typer.Option("--slow", help="also what takes minutes: the compiled peer")] = False,
     pairs: Annotated[int, typer.Option(min=2, help="pairs of processes, with --against")] = PAIRS,
 ) -> None:
     """Measure reference, optimised engine and peers; with --against, exit status 1 when a figure got slower."""
@@ -35,7 +36,7 @@ def bench(
     try:
         with console.status("benchmarks") as status:
             if baseline is None:
-                run = run_many(out, processes, select, status.update)
+                run = run_many(out, processes, select, status.update, slow)
             else:
                 found = against(baseline, pairs=pairs, select=select, out=out, tell=status.update)
     except BenchError as error:
