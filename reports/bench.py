@@ -41,12 +41,8 @@ def run_suite(out: Path, *, select: str = "", root: Path = ROOT, slow: bool = Fa
     if not (root / SUITE).is_dir():
         raise BenchError(f"no {SUITE} under {root}: benchmarks run from a checkout of the repository")
     command = [sys.executable, "-m", "pytest", str(SUITE), "-q", "--benchmark-enable", "--benchmark-only"]
-    command += [
-        "-p",
-        "no:cacheprovider",
-        f"--benchmark-json={out.resolve()}",
-        *(["-k", select] if select else []),
-    ]
+    command += ["-p", "no:cacheprovider", f"--benchmark-json={out.resolve()}"]
+    command += [*(["-k", select] if select else []), *(["-m", "not gpu"] if slow else [])]
     out.parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=PROCESS_TIMEOUT)
     if done.returncode != 0 or not out.exists():
@@ -56,7 +52,11 @@ def run_suite(out: Path, *, select: str = "", root: Path = ROOT, slow: bool = Fa
 
 
 def run_many(
-    out: Path, processes: int, select: str = "", tell: Callable[[str], None] = lambda text: None
+    out: Path,
+    processes: int,
+    select: str = "",
+    tell: Callable[[str], None] = lambda text: None,
+    slow: bool = False,
 ) -> Run:
     """Several processes merged into one file: `blocks_us` of each figure holds their medians."""
     with tempfile.TemporaryDirectory() as folder:

@@ -114,7 +114,7 @@ def fault_table(data: Any) -> dict[str, Any]:
         cells = {str(check): _cell(value) for check, value in found.items() if value}
         checks |= set(cells)
         out_of_reach = row.get("status") == "out_of_reach" or bool(row.get("out_of_reach"))
-        status = "out of reach" if out_of_reach else "missed"
+        status = "out of reach" if out_of_reach else str(row.get("status") or "missed").replace("_", " ")
         rows.append(
             {
                 "id": name,

@@ -62,6 +62,9 @@ def gate(
     seed: Annotated[int, typer.Option(help="of weights and operations")] = 0,
     budget: Annotated[float, typer.Option(help="seconds for the random operation search")] = 20.0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    fault_budget: Annotated[
+        float, typer.Option(help="seconds after which no further fault is begun")
+    ] = 900.0,
     only: Annotated[str | None, typer.Option(help=f"parts, separated by commas: {', '.join(PARTS)}")] = None,
     skip: Annotated[str | None, typer.Option(help="parts to leave out")] = None,
     baseline: Annotated[
@@ -75,7 +78,8 @@ def gate(
 
     if baseline is not None and not baseline.exists():
         raise typer.BadParameter(f"{baseline} does not exist", param_hint="--baseline")
-    options = Options(f"remote:{remote}" if remote else engine, config, seed, budget, device, baseline)
+    under_test = f"remote:{remote}" if remote else engine
+    options = Options(under_test, config, seed, budget, device, baseline, fault_budget=fault_budget)
     console = new_console()
     parts = []
     for name in _chosen(only, skip):

@@ -65,6 +65,9 @@ class Options:
     device: str | None = None
     baseline: Path | None = None
     findings: Path = Path("reports/out/findings")
+    matrix: Path = Path("reports/out/faults.json")
+    fault_seeds: int = 3  # seeds of the correct engine beside the faults
+    fault_budget: float = 900.0  # seconds after which no further fault is begun
 
     @property
     def ours(self) -> bool:
@@ -142,7 +145,8 @@ def faults(options: Options) -> Iterator[Case]:
         )
     from reports.gate_adapters import fault_cases
 
-    yield from fault_cases(options.seed)
+    given = (options.config, options.seed, options.fault_seeds, options.fault_budget, options.matrix)
+    yield from fault_cases(*given)
 
 
 def kernels(options: Options) -> Iterator[Case]:
