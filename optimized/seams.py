@@ -235,7 +235,7 @@ def fp8_scale(amax: Tensor) -> Tensor:
 
 def power_of_two_ceil(v: Tensor) -> Tensor:
     """Overwrites v > 0, float32: the exponent plus one if the mantissa isn't zero; infinity if not finite."""
-    bits = v.view(torch.int32).clamp_max_(_INFINITY_BITS)
+    bits = v.view(torch.int32).clamp_max_(0x7F800000)  # a tensor bound would have to lie on the device
     return bits.add_(_MANTISSA).bitwise_and_(_INFINITY_BITS).view(torch.float32)
 
 

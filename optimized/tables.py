@@ -47,13 +47,26 @@ def row_tile(rows: int) -> int:
     return min(64, max(8, 1 << (rows - 1).bit_length()))
 
 
+MEETING_ROWS = 128  # up to here the parts of a long sum are programs of their own
+PARTS, TILES = 1 << 17, 4096  # partial sums a row of a product, tiles: what the scratch holds
+CHAIN = 10  # steps along K that one program adds up at most, where the grid isn't full anyway
+
+
 @lru_cache(maxsize=None)
-def product(kind: str, n: int, k: int, rows: int) -> tuple[int, int, int, int, int]:
-    """(BN, BM, BK, warps, stages) of a product with [N, K]."""
+def product(kind: str, n: int, k: int, rows: int, groups: int = 1) -> tuple[int, int, int, int, int, int]:
+    """(BN, BM, BK, parts of K, warps, stages) of `groups` products with [N, K] each."""
     bm, bk = row_tile(rows), k_tile(kind, k)
-    if bm >= 32 or n >= 16384:
-        return 64, bm, bk, 2, 3
-    return 32, bm, bk, 2, 3
+    bn = 64 if bm >= 32 or n * groups >= 4096 else 32
+    return bn, bm, bk, k_parts(kind, n * groups, k), 2, 3
+
+
+def k_parts(kind: str, n: int, k: int) -> int:
+    """Parts of a sum over K, a divisor of its steps: at most CHAIN steps each, fewer where N alone leaves the GPU empty."""
+    steps = k // k_tile(kind, k)
+    tiles = -(-n // 64)
+    filling = min(-(-steps // 2), -(-264 // tiles))
+    wanted = min(max(-(-steps // CHAIN), filling), max(1, 1300 // tiles), 20)
+    return next(p for p in range(wanted, steps + 1) if steps % p == 0)
 
 
 UNSHARED_ROWS = 4  # up to here every slot is a tile of its own: two rows rarely choose one of 384 experts
@@ -79,7 +92,7 @@ def hyper_splits(width: int) -> int:
 
 def hyper(rows: int) -> tuple[int, int, int]:
     """(rows, channels, warps) of a tile of the expansion and projection."""
-    return (8 if rows <= 8 else 16), 64, 2
+    return (8 if rows <= 8 else 16), 32, 2
 
 
 def row_warps(width: int) -> int:

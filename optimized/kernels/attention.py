@@ -19,7 +19,21 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized import tables
-from optimized.kernels.common import CT, INTERPRET, bf16_pair, e4m3_value, fp4_pairs, fp8_values, power, round_bf16
+from optimized.kernels.common import (
+    INTERPRET,
+    bf16_pair,
+    e4m3_value,
+    fp4_scaled,
+    fp8_scaled,
+    round_bf16,
+    scale_words,
+    value_words,
+)
+
+
+# decoded values carry 2^-63: an e4m3's 2^-120 and an e2m1's 2^-126 with what their scales put in
+HALF_WINDOW = tl.constexpr(57)
+UNIT = tl.constexpr(9223372036854775808.0)  # 2^63
 
 
 @triton.jit
@@ -31,12 +45,8 @@ def window_tile(codes, scales, row, live, c0, C: tl.constexpr, L: tl.constexpr, 
     G: tl.constexpr = PC // 16
     g = c0 // 16 + tl.arange(0, G)
     b = tl.load(scales + row[:, None] * width + C + g[None, :], mask=live[:, None], other=0)
-    s = tl.reshape(tl.broadcast_to(power(b, 0)[:, :, None], (L, G, 16)), (L, PC))
-    # an e4m3's 2^120 first: the scale alone may be too large to carry it
-    unit = power(tl.full((1, 1), 247, tl.int32), 0)
-    even = fp8_values((v & 0xFF).to(tl.uint8)) * unit * s
-    odd = fp8_values(((v >> 8) & 0xFF).to(tl.uint8)) * unit * s
-    return even, odd
+    s = tl.reshape(tl.broadcast_to(scale_words(b, HALF_WINDOW)[:, :, None], (L, G, 16)), (L, PC))
+    return fp8_scaled((v & 0xFF).to(tl.uint8), s), fp8_scaled(((v >> 8) & 0xFF).to(tl.uint8), s)
 
 
 @triton.jit
@@ -48,46 +58,80 @@ def latent_tile(codes, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.c
     G: tl.constexpr = PC // 8
     g = c0 // 8 + tl.arange(0, G)
     b = tl.load(codes + row[:, None] * width + C // 2 + g[None, :], mask=live[:, None], other=0)
-    scale = e4m3_value(b.to(tl.int32)).to(CT)
-    s = tl.reshape(tl.broadcast_to(scale[:, :, None], (L, G, 8)), (L, PC))
-    low, high = fp4_pairs(v)
-    unit = power(tl.full((1, 1), 253, tl.int32), 0)
-    return low * unit * s, high * unit * s
+    s = value_words(e4m3_value(b.to(tl.int32)) * UNIT)
+    return fp4_scaled(v, tl.reshape(tl.broadcast_to(s[:, :, None], (L, G, 8)), (L, PC)))
 
 
 @triton.jit
-def block_rows(ring, step, from_step, live, sel, t, block, W: tl.constexpr, SEL: tl.constexpr, L: tl.constexpr):
-    """Where the places of a block lie: (ring row, step row, selected row, masks of the three)."""
-    place = block * L + tl.arange(0, L)
-    in_window = place < W
-    here = tl.load(live + t * W + place, mask=in_window, other=0) != 0
-    new = tl.load(from_step + t * W + place, mask=in_window, other=0) != 0
-    r = tl.load(ring + t * W + place, mask=in_window, other=0)
-    n = tl.load(step + t * W + place, mask=in_window, other=0)
-    chosen = (place >= W) & (place < W + SEL)
-    s = tl.load(sel + t * SEL + place - W, mask=chosen, other=-1)
-    return r, n, s, here & (new == 0), here & new, chosen & (s >= 0)
+def window_places(ring, step, from_step, live, t, place, W: tl.constexpr):
+    """(ring rows, step rows, masks of the two) of window places."""
+    ok = place < W
+    here = tl.load(live + t * W + place, mask=ok, other=0) != 0
+    new = tl.load(from_step + t * W + place, mask=ok, other=0) != 0
+    r = tl.load(ring + t * W + place, mask=ok, other=0)
+    n = tl.load(step + t * W + place, mask=ok, other=0)
+    return r, n, here & (new == 0), here & new
 
 
 @triton.jit
-def block_tile(
-    win_codes, win_scales, row_codes, row_scales, latent, r, n, s, in_ring, in_step, in_latent, block, c0,
-    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
+def selected_places(sel, t, place, W: tl.constexpr, SEL: tl.constexpr):
+    """(latent rows, mask) of the places behind the window's."""
+    ok = (place >= W) & (place < W + SEL)
+    s = tl.load(sel + t * SEL + place - W, mask=ok, other=-1)
+    return s, ok & (s >= 0)
+
+
+@triton.jit
+def tile_of(
+    win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, c0,
+    WINDOW: tl.constexpr, CHOSEN: tl.constexpr, W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    PC: tl.constexpr,
 ):  # fmt: skip
-    even = tl.zeros((L, PC), CT)
-    odd = tl.zeros((L, PC), CT)
-    if block * L < W:
-        # a place is in the ring or in this step's rows, never in both: absent ones load zeros
+    """(even, odd, mask of the places) of a block that holds window places, chosen ones, or both."""
+    place = block * L + tl.arange(0, L)
+    if WINDOW:
+        r, n, in_ring, in_step = window_places(ring, step, from_step, live, t, place, W)
+        # a place is in the ring or in this step's rows, never in both; an absent one reads zeros
         even, odd = window_tile(win_codes, win_scales, r, in_ring, c0, C, L, PC)
         e, o = window_tile(row_codes, row_scales, n, in_step, c0, C, L, PC)
         even = tl.where(in_step[:, None], e, even)
         odd = tl.where(in_step[:, None], o, odd)
-    if SEL > 0:
-        if block * L + L > W:
-            e, o = latent_tile(latent, s, in_latent, c0, C, L, PC)
-            even = tl.where(in_latent[:, None], e, even)
-            odd = tl.where(in_latent[:, None], o, odd)
-    return even, odd
+        here = in_ring | in_step
+        if CHOSEN:
+            s, there = selected_places(sel, t, place, W, SEL)
+            e, o = latent_tile(latent, s, there, c0, C, L, PC)
+            even = tl.where(there[:, None], e, even)
+            odd = tl.where(there[:, None], o, odd)
+            here = here | there
+    else:
+        s, here = selected_places(sel, t, place, W, SEL)
+        even, odd = latent_tile(latent, s, here, c0, C, L, PC)
+    return even, odd, here
+
+
+@triton.jit
+def block_scores(
+    score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, scale, H,
+    blocks, WINDOW: tl.constexpr, CHOSEN: tl.constexpr, W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr,
+    HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
+):  # fmt: skip
+    head = tl.arange(0, HP)
+    acc = tl.zeros((HP, L), tl.float32)
+    here = tl.arange(0, L) < 0
+    for c0 in range(0, C // 2, PC):
+        pair = c0 + tl.arange(0, PC)
+        v = tl.load(q + (t * H + head[:, None]) * (C // 2) + pair[None, :], mask=(head < H)[:, None], other=0)
+        qe, qo = bf16_pair(v)
+        even, odd, here = tile_of(
+            win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, c0,
+            WINDOW, CHOSEN, W, SEL, C, L, PC,
+        )  # fmt: skip
+        # torch: s = q @ kv.T * scale
+        acc = tl.dot(qe, tl.trans(even), acc, input_precision="ieee")
+        acc = tl.dot(qo, tl.trans(odd), acc, input_precision="ieee")
+    value = tl.where(here[None, :], acc * UNIT * scale, float("-inf"))
+    at = ((t * blocks + block) * H + head[:, None]) * L + tl.arange(0, L)[None, :]
+    tl.store(score + at, value, mask=(head < H)[:, None])
 
 
 @triton.jit
@@ -97,48 +141,37 @@ def scores_kernel(
 ):  # fmt: skip
     t = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
-    r, n, s, in_ring, in_step, in_latent = block_rows(ring, step, from_step, live, sel, t, block, W, SEL, L)
-    head = tl.arange(0, HP)
-    acc = tl.zeros((HP, L), tl.float32)
-    for c0 in range(0, C // 2, PC):
-        pair = c0 + tl.arange(0, PC)
-        v = tl.load(q + (t * H + head[:, None]) * (C // 2) + pair[None, :], mask=(head < H)[:, None], other=0)
-        qe, qo = bf16_pair(v)
-        even, odd = block_tile(
-            win_codes, win_scales, row_codes, row_scales, latent, r, n, s, in_ring, in_step, in_latent, block, c0,
-            W, SEL, C, L, PC,
+    if block < W // L:
+        block_scores(
+            score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block,
+            scale, H, blocks, True, False, W, SEL, C, HP, L, PC,
         )  # fmt: skip
-        # torch: s = q @ kv.T * scale
-        acc = tl.dot(qe, tl.trans(even), acc, input_precision="ieee")
-        acc = tl.dot(qo, tl.trans(odd), acc, input_precision="ieee")
-    place = tl.arange(0, L)
-    value = tl.where((in_ring | in_step | in_latent)[None, :], acc * scale, float("-inf"))
-    at = ((t * blocks + block) * H + head[:, None]) * L + place[None, :]
-    tl.store(score + at, value, mask=(head < H)[:, None])
+    elif W % L != 0 and block == W // L:
+        block_scores(
+            score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block,
+            scale, H, blocks, True, SEL > 0, W, SEL, C, HP, L, PC,
+        )  # fmt: skip
+    else:
+        block_scores(
+            score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block,
+            scale, H, blocks, False, True, W, SEL, C, HP, L, PC,
+        )  # fmt: skip
 
 
 @triton.jit
-def values_kernel(
-    o, sparse_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, sink, cos,
-    sin, H, blocks,
-    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HP: tl.constexpr, L: tl.constexpr,
-    PC: tl.constexpr,
+def add_blocks(
+    best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live,
+    sel, t, begin, end, c0, H, blocks, WINDOW: tl.constexpr, CHOSEN: tl.constexpr, W: tl.constexpr, SEL: tl.constexpr,
+    C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(1).to(tl.int64)
-    c0 = tl.program_id(0) * PC
+    """The online softmax over blocks begin .. end."""
     head = tl.arange(0, HP)
-    place = tl.arange(0, L)
-    best = tl.full((HP,), -1e30, tl.float32)
-    total = tl.zeros((HP,), tl.float32)
-    acc_e = tl.zeros((HP, PC), tl.float32)
-    acc_o = tl.zeros((HP, PC), tl.float32)
-    for block in range(0, blocks):
-        r, n, s, in_ring, in_step, in_latent = block_rows(ring, step, from_step, live, sel, t, block, W, SEL, L)
-        even, odd = block_tile(
-            win_codes, win_scales, row_codes, row_scales, latent, r, n, s, in_ring, in_step, in_latent, block, c0,
-            W, SEL, C, L, PC,
+    for block in range(begin, end):
+        even, odd, here = tile_of(
+            win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, c0,
+            WINDOW, CHOSEN, W, SEL, C, L, PC,
         )  # fmt: skip
-        at = ((t * blocks + block) * H + head[:, None]) * L + place[None, :]
+        at = ((t * blocks + block) * H + head[:, None]) * L + tl.arange(0, L)[None, :]
         v = tl.load(score + at, mask=(head < H)[:, None], other=float("-inf"))
         # torch: m' = maximum(m, s.amax(-1)); p = exp(s - m'); acc = acc * exp(m - m') + p.bfloat16() @ kv
         higher = tl.maximum(best, tl.max(v, 1))
@@ -152,9 +185,42 @@ def values_kernel(
             pb = p.to(tl.bfloat16)
         acc_e = tl.dot(pb, even, acc_e * correction[:, None], input_precision="ieee")
         acc_o = tl.dot(pb, odd, acc_o * correction[:, None], input_precision="ieee")
+    return best, total, acc_e, acc_o
+
+
+@triton.jit
+def values_kernel(
+    o, sparse_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, sink, cos,
+    sin, H, blocks,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HP: tl.constexpr, L: tl.constexpr,
+    PC: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1).to(tl.int64)
+    c0 = tl.program_id(0) * PC
+    head = tl.arange(0, HP)
+    best = tl.full((HP,), -1e30, tl.float32)
+    total = tl.zeros((HP,), tl.float32)
+    acc_e = tl.zeros((HP, PC), tl.float32)
+    acc_o = tl.zeros((HP, PC), tl.float32)
+    first = W // L
+    if first > 0:
+        best, total, acc_e, acc_o = add_blocks(
+            best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
+            live, sel, t, 0, first, c0, H, blocks, True, False, W, SEL, C, HP, L, PC,
+        )  # fmt: skip
+    if W % L != 0:
+        best, total, acc_e, acc_o = add_blocks(
+            best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
+            live, sel, t, first, first + 1, c0, H, blocks, True, SEL > 0, W, SEL, C, HP, L, PC,
+        )  # fmt: skip
+    if SEL > 0:
+        best, total, acc_e, acc_o = add_blocks(
+            best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
+            live, sel, t, (W + L - 1) // L, blocks, c0, H, blocks, False, True, W, SEL, C, HP, L, PC,
+        )  # fmt: skip
     total += tl.exp(tl.load(sink + head, mask=head < H, other=0.0) - best)
-    even_o = round_bf16(acc_e / total[:, None])
-    odd_o = round_bf16(acc_o / total[:, None])
+    even_o = round_bf16(acc_e * UNIT / total[:, None])
+    odd_o = round_bf16(acc_o * UNIT / total[:, None])
     at = (t * H + head[:, None]) * C + 2 * c0 + tl.arange(0, 2 * PC)[None, :]
     ok = (head < H)[:, None]
     whole = tl.reshape(tl.join(even_o, odd_o), (HP, 2 * PC))
@@ -163,11 +229,10 @@ def values_kernel(
     i = c0 + tl.arange(0, PC) - (C - R) // 2
     turn = i >= 0
     c = tl.load(cos + t * (R // 2) + i, mask=turn, other=1.0)[None, :]
-    s_ = -tl.load(sin + t * (R // 2) + i, mask=turn, other=0.0)[None, :]
-    a = tl.where(turn[None, :], round_bf16(even_o * c - odd_o * s_), even_o)
-    b = tl.where(turn[None, :], round_bf16(even_o * s_ + odd_o * c), odd_o)
-    whole = tl.reshape(tl.join(a, b), (HP, 2 * PC))
-    tl.store(o + at, whole.to(tl.bfloat16), mask=ok)
+    s = -tl.load(sin + t * (R // 2) + i, mask=turn, other=0.0)[None, :]
+    a = tl.where(turn[None, :], round_bf16(even_o * c - odd_o * s), even_o)
+    b = tl.where(turn[None, :], round_bf16(even_o * s + odd_o * c), odd_o)
+    tl.store(o + at, tl.reshape(tl.join(a, b), (HP, 2 * PC)).to(tl.bfloat16), mask=ok)
 
 
 BLOCK = 64

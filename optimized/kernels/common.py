@@ -1,7 +1,7 @@
 """Number formats inside kernels: decoding of fp4, fp8 and e8m0, the activation quantisers, and roundings.
 
-    e2m1, e4m3 bits shifted into a bf16 are the value times 2^-126, 2^-120: subnormals included, so that one multiplication
-    by a power of two decodes exactly.  Products take the factor half from the weight's scale, half from the result.
+    e2m1, e4m3 bits shifted into a bf16 are the value times 2^-126, 2^-120, subnormals included: one multiplication by the
+    block's scale decodes exactly.  A product takes half of the missing power from the scale, the rest from its result.
 
 Everything is integer arithmetic on bits, so that one text serves every architecture and Triton's interpreter.  The
 interpreter has no bf16 arithmetic and no inline assembly: there, decoded values stay float32 (`CT`).
@@ -21,6 +21,7 @@ FP8 = tl.constexpr(1)
 BF16 = tl.constexpr(2)
 FP32 = tl.constexpr(3)  # as three bf16 slices: 24 bits of mantissa in 3 * 8, every product exact
 KINDS = {"fp4": 0, "fp8": 1, "bf16": 2, "fp32": 3}
+NAMES = tuple(KINDS)
 
 # exponent halves: weight scales carry 2^63 of an e2m1's 2^126 and 2^60 of an e4m3's 2^120, the accumulator the rest
 HALF_FP4 = tl.constexpr(63)
@@ -28,39 +29,68 @@ HALF_FP8 = tl.constexpr(60)
 
 
 @triton.jit
-def fp4_pairs(b):
-    """b uint8 -> (low nibbles, high nibbles) as CT, times 2^-126."""
+def scale_words(byte, HALF: tl.constexpr):
+    """e8m0 bytes -> factors 2^(byte - 127 + HALF) for fp4_scaled and fp8_scaled; 255 -> NaN.
+
+    A factor is a pair of equal bf16 in one word. Bytes from 255 - HALF to 254 (scales above 2^60) don't occur.
+    """
+    e = byte.to(tl.int32)
+    if INTERPRET:
+        return tl.where(e == 255, 0x7FC00000, (e + HALF) << 23).to(tl.float32, bitcast=True)
+    else:
+        return tl.where(e == 255, 0x7FC07FC0, e * 0x00800080 + (HALF << 7) * 0x00010001)
+
+
+@triton.jit
+def value_words(v):
+    """float32 values that a bf16 holds -> factors for fp4_scaled."""
+    if INTERPRET:
+        return v
+    else:
+        return (v.to(tl.int32, bitcast=True) >> 16 & 0xFFFF) * 0x00010001
+
+
+@triton.jit
+def fp4_scaled(b, factor):
+    """b uint8 -> (low nibbles, high nibbles) * factor as CT, times 2^-126.
+
+    factor: scale_words, equal over every aligned pair of bytes.
+    """
     if INTERPRET:
         c = b.to(tl.int32)
         low = (((c & 8) << 28) | ((c & 7) << 22)).to(tl.float32, bitcast=True)
         high = (((c & 128) << 24) | ((c & 112) << 18)).to(tl.float32, bitcast=True)
-        return low, high
+        return low * factor, high * factor
     else:
-        # four bytes become eight bf16 with two selections of bytes and three or four operations a pair
+        # a nibble s e e m times 2^6 + 2^12 has m and e where a bf16 has them, and s at the sign: one multiplication instead of two
+        # shifts, which share a pipe of half the rate with the masks
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 a, b, t, u;
-            prmt.b32 a, $4, 0, 0x1404;
-            prmt.b32 b, $4, 0, 0x3424;
-            and.b32 t, a, 0x80008000;
-            shr.b32 u, a, 6;
-            lop3.b32 $2, u, 0x01C001C0, t, 0xEA;
-            and.b32 t, b, 0x80008000;
-            shr.b32 u, b, 6;
-            lop3.b32 $3, u, 0x01C001C0, t, 0xEA;
-            shl.b32 t, a, 4;
-            and.b32 t, t, 0x80008000;
-            shr.b32 u, a, 2;
-            lop3.b32 $0, u, 0x01C001C0, t, 0xEA;
-            shl.b32 t, b, 4;
-            and.b32 t, t, 0x80008000;
-            shr.b32 u, b, 2;
-            lop3.b32 $1, u, 0x01C001C0, t, 0xEA;
+            .reg .b32 a, b, t, z;
+            mov.b32 z, 0x80008000;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            and.b32 t, a, 0x000F000F;
+            mul.lo.u32 t, t, 4160;
+            and.b32 t, t, 0x81C081C0;
+            fma.rn.bf16x2 $0, t, $5, z;
+            and.b32 t, b, 0x000F000F;
+            mul.lo.u32 t, t, 4160;
+            and.b32 t, t, 0x81C081C0;
+            fma.rn.bf16x2 $1, t, $7, z;
+            and.b32 t, a, 0x00F000F0;
+            mul.lo.u32 t, t, 260;
+            and.b32 t, t, 0x81C081C0;
+            fma.rn.bf16x2 $2, t, $5, z;
+            and.b32 t, b, 0x00F000F0;
+            mul.lo.u32 t, t, 260;
+            and.b32 t, t, 0x81C081C0;
+            fma.rn.bf16x2 $3, t, $7, z;
             }
             """,
-            "=r,=r,=r,=r,r",
-            [b],
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [b, factor],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=4,
@@ -68,41 +98,37 @@ def fp4_pairs(b):
 
 
 @triton.jit
-def fp8_values(b):
-    """b uint8 (e4m3 codes) -> CT, times 2^-120."""
+def fp8_scaled(b, factor):
+    """b uint8 (e4m3 codes) * factor -> CT, times 2^-120. factor: scale_words, equal over every aligned pair."""
     if INTERPRET:
         c = b.to(tl.int32)
-        return (((c & 128) << 24) | ((c & 127) << 20)).to(tl.float32, bitcast=True)
+        return (((c & 128) << 24) | ((c & 127) << 20)).to(tl.float32, bitcast=True) * factor
     else:
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 a, b, t, u;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            and.b32 t, a, 0x80008000;
-            shr.b32 u, a, 4;
-            lop3.b32 $0, u, 0x07F007F0, t, 0xEA;
-            and.b32 t, b, 0x80008000;
-            shr.b32 u, b, 4;
-            lop3.b32 $1, u, 0x07F007F0, t, 0xEA;
+            .reg .b32 a, b, t, u, z;
+            mov.b32 z, 0x80008000;
+            prmt.b32 a, $2, 0, 0x4140;
+            prmt.b32 b, $2, 0, 0x4342;
+            mul.lo.u32 t, a, 16;
+            mul.lo.u32 u, a, 256;
+            and.b32 u, u, 0x80008000;
+            lop3.b32 t, t, 0x07F007F0, u, 0xEA;
+            fma.rn.bf16x2 $0, t, $3, z;
+            mul.lo.u32 t, b, 16;
+            mul.lo.u32 u, b, 256;
+            and.b32 u, u, 0x80008000;
+            lop3.b32 t, t, 0x07F007F0, u, 0xEA;
+            fma.rn.bf16x2 $1, t, $5, z;
             }
             """,
-            "=r,=r,r",
-            [b],
+            "=r,=r,r,r,r,r,r",
+            [b, factor],
             dtype=tl.bfloat16,
             is_pure=True,
             pack=4,
         )
-
-
-@triton.jit
-def power(byte, HALF: tl.constexpr):
-    """e8m0 bytes -> 2^(byte - 127 + HALF) as CT. Bytes above 254 - HALF don't occur in weights."""
-    if INTERPRET:
-        return ((byte.to(tl.int32) + HALF) << 23).to(tl.float32, bitcast=True)
-    else:
-        return ((byte.to(tl.int16) + HALF) << 7).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -70,26 +70,31 @@ def plan_by_expert(count, expert, members, idx, n_slots, BM: tl.constexpr, CHUNK
 
 
 @triton.jit
-def tile_rows(count, expert, members, idx, bank_rows, tile, n_tiles, T, K, BM: tl.constexpr, PLAN: tl.constexpr,
+def tile_rows(count, expert, members, idx, bank_rows, tile, T, K, BM: tl.constexpr, PLAN: tl.constexpr,
               MAPPED: tl.constexpr):  # fmt: skip
-    """(slots [BM], their mask, bank row, is it the shared expert) of a tile; shared tiles follow the routed ones."""
+    """(slots [BM], their mask, bank row, is it the shared expert) of a tile.
+
+    Shared tiles come first: their fp8 weights are twice the bytes, and the longest programs should not start last.
+    """
     m = tl.arange(0, BM)
-    shared = tile >= n_tiles
+    first = tl.cdiv(T, BM)
+    shared = tile < first
     if shared:
-        t = (tile - n_tiles) * BM + m
+        t = tile * BM + m
         slots = t * (K + 1) + K
         ok = t < T
         e = tile * 0
     else:
+        routed = tile - first
         if PLAN:
-            n = tl.load(count + tile)
-            s = tl.load(members + tile * BM + m, mask=m < n, other=0)
+            n = tl.load(count + routed)
+            s = tl.load(members + routed * BM + m, mask=m < n, other=0)
             ok = m < n
-            e = tl.load(expert + tile)
+            e = tl.load(expert + routed)
         else:
-            s = tile + m * 0
+            s = routed + m * 0
             ok = m < 1
-            e = tl.load(idx + tile).to(tl.int32)
+            e = tl.load(idx + routed).to(tl.int32)
         slots = s // K * (K + 1) + s % K
     row = e.to(tl.int64)
     if MAPPED and shared == 0:
@@ -103,14 +108,14 @@ def tile_rows(count, expert, members, idx, bank_rows, tile, n_tiles, T, K, BM: t
 @triton.jit
 def up_kernel(
     h, hq, hs, x, xsh, xs, idx, weight, count, expert, members, bank_rows, w, ws, w_shared, ws_shared,
-    n_tiles, T, limit, K, F, stride, stride_shared,
+    T, limit, K, F, stride, stride_shared,
     D: tl.constexpr, KIND: tl.constexpr, KIND_SHARED: tl.constexpr, QX: tl.constexpr, QX_SHARED: tl.constexpr,
     QDQ: tl.constexpr, PLAN: tl.constexpr, MAPPED: tl.constexpr, LIMITED: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BK_SHARED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     slots, ok, row, shared = tile_rows(
-        count, expert, members, idx, bank_rows, tile, n_tiles, T, K, BM, PLAN, MAPPED
+        count, expert, members, idx, bank_rows, tile, T, K, BM, PLAN, MAPPED
     )
     if tl.max(ok.to(tl.int32), 0) == 0:
         return
@@ -122,11 +127,11 @@ def up_kernel(
     t = slots // (K + 1)
     if shared:
         acc = tile_product(
-            w_shared, ws_shared, xsh, xs, n, every, t, ok, stride_shared, D, KIND_SHARED, QX_SHARED, 64, BM, BK_SHARED
+            w_shared, ws_shared, xsh, xs, n, every, t, ok, stride_shared, 0, D, D, KIND_SHARED, QX_SHARED, 64, BM, BK_SHARED
         )
     else:
         acc = tile_product(
-            w, ws, x, xs, row * (2 * F) + n, every, t, ok, stride, D, KIND, QX, 64, BM, BK
+            w, ws, x, xs, row * (2 * F) + n, every, t, ok, stride, 0, D, D, KIND, QX, 64, BM, BK
         )
     g, u = tl.split(tl.permute(tl.reshape(round_bf16(acc), (2, 32, BM)), (1, 2, 0)))
     if LIMITED:
@@ -151,14 +156,14 @@ def up_kernel(
 @triton.jit
 def down_kernel(
     ye, x, xsh, xs, idx, count, expert, members, bank_rows, w, ws, w_shared, ws_shared,
-    n_tiles, T, K, D, stride, stride_shared,
+    T, K, D, stride, stride_shared,
     F: tl.constexpr, KIND: tl.constexpr, KIND_SHARED: tl.constexpr, QX: tl.constexpr, QX_SHARED: tl.constexpr,
     PLAN: tl.constexpr, MAPPED: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     BK_SHARED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     slots, ok, row, shared = tile_rows(
-        count, expert, members, idx, bank_rows, tile, n_tiles, T, K, BM, PLAN, MAPPED
+        count, expert, members, idx, bank_rows, tile, T, K, BM, PLAN, MAPPED
     )
     if tl.max(ok.to(tl.int32), 0) == 0:
         return
@@ -166,10 +171,10 @@ def down_kernel(
     n_ok = n < D
     if shared:
         acc = tile_product(
-            w_shared, ws_shared, xsh, xs, n, n_ok, slots, ok, stride_shared, F, KIND_SHARED, QX_SHARED, BN, BM, BK_SHARED
+            w_shared, ws_shared, xsh, xs, n, n_ok, slots, ok, stride_shared, 0, F, F, KIND_SHARED, QX_SHARED, BN, BM, BK_SHARED
         )
     else:
-        acc = tile_product(w, ws, x, xs, row * D + n, n_ok, slots, ok, stride, F, KIND, QX, BN, BM, BK)
+        acc = tile_product(w, ws, x, xs, row * D + n, n_ok, slots, ok, stride, 0, F, F, KIND, QX, BN, BM, BK)
     at = slots[None, :] * D + n[:, None]
     tl.store(ye + at, round_bf16(acc).to(tl.bfloat16), mask=n_ok[:, None] & ok[None, :])
 
@@ -285,7 +290,7 @@ def expert_up(
     warps, stages = tables.expert_launch(bm)
     up_kernel[(F // 32, tiles + triton.cdiv(T, bm))](
         h, words(hq, False), hs, xv, xv_s, xs, moe_idx, moe_w, *lists, moe_idx if expert_slots is None else expert_slots,
-        codes, ws, codes_s, ws_s, tiles, T, float(limit), K, F, stride, stride_s,
+        codes, ws, codes_s, ws_s, T, float(limit), K, F, stride, stride_s,
         D=D, KIND=kind, KIND_SHARED=kind_s, QX=qx, QX_SHARED=qx_s, QDQ=hq.element_size() == 2, PLAN=planned,
         MAPPED=expert_slots is not None, LIMITED=limit > 0, BM=bm, BK=bk, BK_SHARED=bk_s,
         num_warps=warps, num_stages=stages,
@@ -308,7 +313,7 @@ def expert_down(
     bn = 64
     down_kernel[(triton.cdiv(D, bn), tiles + triton.cdiv(T, bm))](
         ye, xv, xv_s, hs, moe_idx, *lists, moe_idx if expert_slots is None else expert_slots, codes, ws, codes_s, ws_s,
-        tiles, T, K, D, stride, stride_s,
+        T, K, D, stride, stride_s,
         F=F, KIND=kind, KIND_SHARED=kind_s, QX=qx, QX_SHARED=qx_s, PLAN=planned, MAPPED=expert_slots is not None,
         BN=bn, BM=bm, BK=tables.k_tile(w2.kind, F), BK_SHARED=tables.k_tile(shared_w2.kind, F),
         num_warps=warps, num_stages=stages,

@@ -21,6 +21,24 @@ from optimized.kernels.product import words
 
 
 @triton.jit
+def load_stream(stream, t, j: tl.constexpr, d, ok, D, N: tl.constexpr):
+    """Stream j of a tile, f32 [BD, BM]; zeros where there are fewer streams."""
+    mask = ok
+    if j >= N:
+        mask = ok & (d < 0)[:, None]
+    return tl.load(stream + (t[None, :] * N + j) * D + d[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def weight_of(comb, t, j: tl.constexpr, k: tl.constexpr, t_ok, N: tl.constexpr):
+    """comb[j, k] of every row, f32 [1, BM]."""
+    mask = t_ok
+    if j >= N:
+        mask = t < 0
+    return tl.load(comb + (t * N + j) * N + k, mask=mask, other=0.0)[None, :]
+
+
+@triton.jit
 def expand_mix_kernel(
     stream_out, mix, y, stream_in, post, comb, fn, T, D, splits, per_split,
     N: tl.constexpr, EXPAND: tl.constexpr, MIX: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, CP: tl.constexpr,
@@ -37,36 +55,42 @@ def expand_mix_kernel(
         d_ok = (d < D) & (d < (split + 1) * per_split)
         ok = d_ok[:, None] & t_ok[None, :]
         if EXPAND:
+            # torch: h' = comb.mT @ h + post[:, None] * y
             yv = tl.load(y + t[None, :] * D + d[:, None], mask=ok, other=0.0).to(tl.float32)
+            h0 = load_stream(stream_in, t, 0, d, ok, D, N)
+            h1 = load_stream(stream_in, t, 1, d, ok, D, N)
+            h2 = load_stream(stream_in, t, 2, d, ok, D, N)
+            h3 = load_stream(stream_in, t, 3, d, ok, D, N)
         for k in tl.static_range(N):
             at = (t[None, :] * N + k) * D + d[:, None]
             if EXPAND:
-                # torch: h'[k] = (comb.mT @ h)[k] + post[k] * y
-                h = tl.zeros((BD, BM), tl.float32)
-                for j in tl.static_range(N):
-                    weight = tl.load(comb + (t * N + j) * N + k, mask=t_ok, other=0.0)
-                    source = tl.load(stream_in + (t[None, :] * N + j) * D + d[:, None], mask=ok, other=0.0)
-                    h += weight[None, :] * source.to(tl.float32)
-                h += tl.load(post + t * N + k, mask=t_ok, other=0.0)[None, :] * yv
-                h = round_bf16(h)
+                h = weight_of(comb, t, 0, k, t_ok, N) * h0
+                h += weight_of(comb, t, 1, k, t_ok, N) * h1
+                h += weight_of(comb, t, 2, k, t_ok, N) * h2
+                h += weight_of(comb, t, 3, k, t_ok, N) * h3
+                h = round_bf16(h + tl.load(post + t * N + k, mask=t_ok, other=0.0)[None, :] * yv)
                 tl.store(stream_out + at, h.to(tl.bfloat16), mask=ok)
             else:
                 h = tl.load(stream_in + at, mask=ok, other=0.0).to(tl.float32)
             if MIX:
-                # torch: m += h[k] @ fn[:, k].T
-                w = tl.load(fn + c[:, None] * (N * D) + (k * D + d)[None, :], mask=(c < COLUMNS)[:, None] & d_ok[None, :], other=0.0)
+                # torch: m += h'[k] @ fn[:, k].T
+                w_ok = (c < COLUMNS)[:, None] & d_ok[None, :]
+                w = tl.load(fn + c[:, None] * (N * D) + (k * D + d)[None, :], mask=w_ok, other=0.0)
                 squares += tl.sum(h * h, 0)
                 hb = h.to(CT)
+                step = tl.zeros((CP, BM), tl.float32)
                 if INTERPRET:
-                    acc = tl.dot(w, hb, acc, input_precision="ieee")
+                    step = tl.dot(w, hb, step, input_precision="ieee")
                 else:
                     high = w.to(tl.bfloat16)
                     rest = w - high.to(tl.float32)
                     middle = rest.to(tl.bfloat16)
                     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-                    acc = tl.dot(low, hb, acc)
-                    acc = tl.dot(middle, hb, acc)
-                    acc = tl.dot(high, hb, acc)
+                    step = tl.dot(low, hb, step)
+                    step = tl.dot(middle, hb, step)
+                    step = tl.dot(high, hb, step)
+                # rounded to nearest: an fma by 1 isn't folded into the matrix unit's additions, which truncate
+                acc = tl.fma(step, tl.full((CP, BM), 1.0, tl.float32), acc)
     if MIX:
         at = (t * splits + split) * (COLUMNS + 1)
         tl.store(mix + at[None, :] + c[:, None], acc, mask=(c < COLUMNS)[:, None] & t_ok[None, :])

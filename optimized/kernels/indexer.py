@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized import tables
-from optimized.kernels.common import fp4_pairs, power, round_bf16
+from optimized.kernels.common import HALF_FP4, fp4_scaled, round_bf16, scale_words
 
 LOWEST = tl.constexpr(0x7F)  # the ordered key of -inf
 
@@ -25,7 +25,8 @@ LOWEST = tl.constexpr(0x7F)  # the ordered key of -inf
 def append_rows(page_table, slot, j, ok, max_pages, per_page):
     """Flat append rows i64 of compressed rows j of a slot's sequence."""
     page = tl.load(page_table + slot * max_pages + j // per_page, mask=ok, other=0).to(tl.int64)
-    return page * per_page + j % per_page
+    # without the hint the compiler takes every row for a multiple of per_page, and loads across the alignment of odd ones
+    return tl.multiple_of(tl.max_contiguous(page * per_page + j % per_page, 1), 1)
 
 
 @triton.jit
@@ -47,20 +48,18 @@ def index_scores_kernel(
         width: tl.constexpr = HALF + G
         byte = tl.arange(0, HALF)
         g = tl.arange(0, G)
-        unit = power(tl.full((1, 1), 253, tl.int32), 0)
         kv = tl.load(keys + row[:, None] * width + byte[None, :], mask=ok[:, None], other=0)
-        ks = power(tl.load(keys + row[:, None] * width + HALF + g[None, :], mask=ok[:, None], other=0), 0)
-        ks = tl.reshape(tl.broadcast_to(ks[:, :, None], (BS, G, 16)), (BS, HALF))
-        klow, khigh = fp4_pairs(kv)
+        ks = scale_words(tl.load(keys + row[:, None] * width + HALF + g[None, :], mask=ok[:, None], other=0), HALF_FP4)
+        klow, khigh = fp4_scaled(kv, tl.reshape(tl.broadcast_to(ks[:, :, None], (BS, G, 16)), (BS, HALF)))
         h = tl.arange(0, HP)
-        hq = (h < H)[None, :]
-        qv = tl.load(iq + (t * H + h[None, :]) * HALF + byte[:, None], mask=hq, other=0)
-        qs = power(tl.load(iq_s + (t * H + h[None, :]) * G + g[:, None], mask=hq, other=0), 0)
-        qs = tl.reshape(tl.broadcast_to(qs[:, None, :], (G, 16, HP)), (HALF, HP))
-        qlow, qhigh = fp4_pairs(qv)
+        hq = (h < H)[:, None]
+        qv = tl.load(iq + (t * H + h[:, None]) * HALF + byte[None, :], mask=hq, other=0)
+        qs = scale_words(tl.load(iq_s + (t * H + h[:, None]) * G + g[None, :], mask=hq, other=0), HALF_FP4)
+        qlow, qhigh = fp4_scaled(qv, tl.reshape(tl.broadcast_to(qs[:, :, None], (HP, G, 16)), (HP, HALF)))
         # torch: d = (iq @ key.T).bfloat16(); score = (d.relu() * w).bfloat16().float().sum(heads)
-        d = tl.dot(klow * unit * ks, qlow * unit * qs, input_precision="ieee")
-        d = tl.dot(khigh * unit * ks, qhigh * unit * qs, d, input_precision="ieee")
+        d = tl.dot(klow, tl.trans(qlow), input_precision="ieee")
+        d = tl.dot(khigh, tl.trans(qhigh), d, input_precision="ieee")
+        d = d * 9223372036854775808.0 * 9223372036854775808.0  # 2^63 of the keys, 2^63 of the queries
         w = tl.load(index_w + t * H + h, mask=h < H, other=0.0).to(tl.float32)
         v = tl.sum(round_bf16(tl.maximum(round_bf16(d), 0.0) * w[None, :]), 1)
         tl.store(score + t * S + j, round_bf16(tl.where(ok, v, float("-inf"))).to(tl.bfloat16), mask=j < S)

@@ -7,7 +7,7 @@ tile), so that one row costs no padding to 16 and the packed weights go from sha
 without a second trip.  Packed fp4 pairs are not interleaved: the low nibbles meet the even columns of x, the high nibbles
 the odd ones, which is a fixed order of the sum.
 
-Row invariance: the order of a sum depends on (kind, K, the tile of K) alone.  Tiles of rows (BM) differ with T, but every
+Row invariance: the order of a sum depends on (kind, K, the tile of K, the parts of K) alone.  Tiles of rows (BM) differ with T, but every
 instruction is the same m16n8k16 whatever BM is: `num_warps` stays 1 or 2 so that no tile is large enough for the
 warp-group instruction, whose grouping of k differs.  tests/gpu shows the equality bit for bit.
 """
@@ -31,12 +31,15 @@ from optimized.kernels.common import (
     HALF_FP4,
     HALF_FP8,
     KINDS,
+    NAMES,
     bf16_pair,
-    fp4_pairs,
-    fp8_values,
-    power,
+    e4m3_value,
+    fp4_scaled,
+    fp8_scaled,
+    power_f32,
     q8_groups,
     round_bf16,
+    scale_words,
 )
 
 PLAIN, ROPE, QUANTISE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -53,6 +56,8 @@ def tile_product(
     t,  # i64 [BM] rows of x, in units of K values
     t_ok,
     slice_stride,  # elements between the three slices
+    begin,  # of the columns that this part adds
+    PART: tl.constexpr,  # how many columns
     K: tl.constexpr,
     KIND: tl.constexpr,
     QX: tl.constexpr,
@@ -60,7 +65,7 @@ def tile_product(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """acc f32 [BN, BM] = W[n] @ x[t]^T."""
+    """acc f32 [BN, BM] = W[n, part] @ x[t, part]^T."""
     acc = tl.zeros((BN, BM), tl.float32)
     G: tl.constexpr = BK // 32
     g = tl.arange(0, G)
@@ -69,76 +74,105 @@ def tile_product(
     if KIND == FP4:
         HK: tl.constexpr = BK // 2
         pair = tl.arange(0, HK)
-        for k in range(0, K, BK):
+        for k in range(begin, begin + PART, BK):
             # torch: W = unpack(codes) * 2 ** (scale - 127)
             codes = tl.load(w + n[:, None] * (K // 2) + (k // 2 + pair)[None, :], mask=wn, other=0)
-            scale = power(tl.load(ws + n[:, None] * (K // 32) + (k // 32 + g)[None, :], mask=wn, other=0), HALF_FP4)
-            low, high = fp4_pairs(codes)
-            s = tl.reshape(tl.broadcast_to(scale[:, :, None], (BN, G, 16)), (BN, HK))
+            byte = tl.load(ws + n[:, None] * (K // 32) + (k // 32 + g)[None, :], mask=wn, other=0)
+            s = scale_words(byte, HALF_FP4)
+            low, high = fp4_scaled(codes, tl.reshape(tl.broadcast_to(s[:, :, None], (BN, G, 16)), (BN, HK)))
             v = tl.load(x + t[None, :] * (K // 2) + (k // 2 + pair)[:, None], mask=xt, other=0)
             if QX:
                 xb = tl.load(xs + t[None, :] * (K // 32) + (k // 32 + g)[:, None], mask=xt, other=0)
-                sx = tl.reshape(tl.broadcast_to(power(xb, HALF_FP8)[:, None, :], (G, 16, BM)), (HK, BM))
-                even = fp8_values((v & 0xFF).to(tl.uint8)) * sx
-                odd = fp8_values(((v >> 8) & 0xFF).to(tl.uint8)) * sx
+                even, odd = fp8_pairs(v, tl.reshape(tl.broadcast_to(power_f32(xb)[:, None, :], (G, 16, BM)), (HK, BM)))
             else:
                 even, odd = bf16_pair(v)
-            acc = tl.dot(low * s, even, acc, input_precision="ieee")
-            acc = tl.dot(high * s, odd, acc, input_precision="ieee")
+            acc = tl.dot(low, even, acc, input_precision="ieee")
+            acc = tl.dot(high, odd, acc, input_precision="ieee")
     else:
         col = tl.arange(0, BK)
-        for k in range(0, K, BK):
+        for k in range(begin, begin + PART, BK):
             at = n[:, None] * K + (k + col)[None, :]
+            xv = tl.load(x + t[None, :] * K + (k + col)[:, None], mask=xt, other=0)
             if QX:
-                xv = tl.load(x + t[None, :] * K + (k + col)[:, None], mask=xt, other=0)
                 xb = tl.load(xs + t[None, :] * (K // 32) + (k // 32 + g)[:, None], mask=xt, other=0)
-                sx = tl.reshape(tl.broadcast_to(power(xb, HALF_FP8)[:, None, :], (G, 32, BM)), (BK, BM))
-                xv = fp8_values(xv) * sx
+                sx = tl.reshape(tl.broadcast_to(power_f32(xb)[:, None, :], (G, 32, BM)), (BK, BM))
+                xv = (e4m3_value(xv.to(tl.int32)) * sx).to(CT)
             else:
-                xv = tl.load(x + t[None, :] * K + (k + col)[:, None], mask=xt, other=0.0).to(CT)
+                xv = xv.to(CT)
             if KIND == FP8:
                 codes = tl.load(w + at, mask=wn, other=0)
                 tile = (n // 32)[:, None] * (K // 32) + (k // 32 + g)[None, :]
-                scale = power(tl.load(ws + tile, mask=wn, other=0), HALF_FP8)
-                s = tl.reshape(tl.broadcast_to(scale[:, :, None], (BN, G, 32)), (BN, BK))
-                acc = tl.dot(fp8_values(codes) * s, xv, acc, input_precision="ieee")
+                s = scale_words(tl.load(ws + tile, mask=wn, other=0), HALF_FP8)
+                s = tl.reshape(tl.broadcast_to(s[:, :, None], (BN, G, 32)), (BN, BK))
+                acc = tl.dot(fp8_scaled(codes, s), xv, acc, input_precision="ieee")
             elif KIND == BF16:
                 acc = tl.dot(tl.load(w + at, mask=wn, other=0.0).to(CT), xv, acc, input_precision="ieee")
             else:
-                # the smallest slice first
+                # the smallest slice first. A step's sum starts from zero and is added with rounding to nearest (an fma by 1, which isn't
+                # folded into the matrix unit's own additions, that truncate): float32 weights deserve it
+                step = tl.zeros((BN, BM), tl.float32)
                 for part in tl.static_range(3):
                     wv = tl.load(w + (2 - part) * slice_stride + at, mask=wn, other=0.0).to(CT)
-                    acc = tl.dot(wv, xv, acc, input_precision="ieee")
+                    step = tl.dot(wv, xv, step, input_precision="ieee")
+                acc = tl.fma(step, tl.full((BN, BM), 1.0, tl.float32), acc)
     if KIND == FP4:
         acc = acc * 9223372036854775808.0  # 2^63
-        if QX:
-            acc = acc * 1152921504606846976.0  # 2^60
     elif KIND == FP8:
-        acc = acc * 1152921504606846976.0
-        if QX:
-            acc = acc * 1152921504606846976.0
+        acc = acc * 1152921504606846976.0  # 2^60
     return acc
 
 
 @triton.jit
+def fp8_pairs(v, scale):
+    """int16 words of two e4m3 codes, scales f32 -> (low, high) values as CT."""
+    low = e4m3_value((v & 0xFF).to(tl.int32)) * scale
+    high = e4m3_value(((v >> 8) & 0xFF).to(tl.int32)) * scale
+    return low.to(CT), high.to(CT)
+
+
+@triton.jit
 def product_kernel(
-    out, outq, outs, x, xs, w, ws, cos, sin,
+    out, outq, outs, x, xs, w, ws, cos, sin, parts, arrived,
     T, N, x_stride, out_stride, factor, slice_stride,
     K: tl.constexpr, KIND: tl.constexpr, QX: tl.constexpr, EPILOGUE: tl.constexpr, OUT_F32: tl.constexpr,
     FACTOR: tl.constexpr, QDQ: tl.constexpr, C: tl.constexpr, R: tl.constexpr, GROUPED: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    SPLIT: tl.constexpr, MEET: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    group = tl.program_id(1).to(tl.int64)
     t = tl.program_id(2).to(tl.int64) * BM + tl.arange(0, BM)
     n_ok, t_ok = n < N, t < T
+    group = tl.program_id(1).to(tl.int64)
+    PART: tl.constexpr = K // SPLIT
+    if MEET:
+        group = group // SPLIT
     n_row = n
     xr = t
     if GROUPED:
         # group g reads columns g K .. of x, and the g-th matrix of the bank
         n_row = group * N + n
         xr = t * x_stride + group
-    acc = tile_product(w, ws, x, xs, n_row, n_ok, xr, t_ok, slice_stride, K, KIND, QX, BN, BM, BK)
+    if MEET:
+        # every part is a program; the one that arrives last adds them up, in their order
+        part = tl.program_id(1) % SPLIT
+        acc = tile_product(
+            w, ws, x, xs, n_row, n_ok, xr, t_ok, slice_stride, part * PART, PART, K, KIND, QX, BN, BM, BK
+        )
+        tile = (tl.program_id(2) * (tl.num_programs(1) // SPLIT) + group) * tl.num_programs(0) + tl.program_id(0)
+        at = parts + tile * (SPLIT * BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        tl.store(at + part * (BN * BM), acc, cache_modifier=".cg")
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") != SPLIT - 1:
+            return
+        tl.store(arrived + tile, 0)
+        acc = tl.load(at, cache_modifier=".cg")
+        for i in tl.static_range(1, SPLIT):
+            acc += tl.load(at + i * (BN * BM), cache_modifier=".cg")
+    else:
+        acc = tile_product(w, ws, x, xs, n_row, n_ok, xr, t_ok, slice_stride, 0, PART, K, KIND, QX, BN, BM, BK)
+        for i in range(1, SPLIT):
+            acc += tile_product(
+                w, ws, x, xs, n_row, n_ok, xr, t_ok, slice_stride, i * PART, PART, K, KIND, QX, BN, BM, BK
+            )
     to = t[None, :] * out_stride
     ok = n_ok[:, None] & t_ok[None, :]
     if EPILOGUE == QUANTISE:
@@ -161,9 +195,9 @@ def product_kernel(
         half = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
         i = half % (C // 2) - (C - R) // 2
         turn = (i >= 0)[:, None] & t_ok[None, :]
-        at = t[None, :] * (R // 2) + i[:, None]
-        c = tl.load(cos + at, mask=turn, other=1.0)
-        s = tl.load(sin + at, mask=turn, other=0.0)
+        angle = t[None, :] * (R // 2) + i[:, None]
+        c = tl.load(cos + angle, mask=turn, other=1.0)
+        s = tl.load(sin + angle, mask=turn, other=0.0)
         a = tl.where(turn, re * c - im * s, re)
         b = tl.where(turn, re * s + im * c, im)
         v = tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (BN, BM))
@@ -220,10 +254,18 @@ def operands(w: Any) -> tuple[int, Tensor, Tensor, int]:
     return kind, codes, codes if w.scale is None else w.scale, stride
 
 
+def product_scratch(rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Partial sums, and how many of a tile's parts have arrived: zero between launches."""
+    return {
+        "product_parts": ((tables.PARTS * max(8, rows if rows <= tables.MEETING_ROWS else 8),), torch.float32),
+        "product_arrived": ((tables.TILES,), torch.int32),
+    }
+
+
 def _product(
-    out: Tensor, x: Tensor | None, xq: Tensor | None, xs: Tensor | None, w: Any, *, epilogue: int, groups: int = 1,
-    outq: Tensor | None = None, outs: Tensor | None = None, rope: tuple[Tensor, Tensor, int, int] | None = None,
-    scale: float | None = None,
+    out: Tensor, x: Tensor | None, xq: Tensor | None, xs: Tensor | None, w: Any, scratch: Any, *, epilogue: int,
+    groups: int = 1, outq: Tensor | None = None, outs: Tensor | None = None,
+    rope: tuple[Tensor, Tensor, int, int] | None = None, scale: float | None = None,
 ) -> None:  # fmt: skip
     kind, codes, ws, stride = operands(w)
     n, k = w.shape[-2:]
@@ -232,16 +274,26 @@ def _product(
     qx = source.element_size() == 1
     rows = out.shape[0]
     view = words(source, kind == KINDS["fp4"])
-    bn, bm, bk, warps, stages = tables.product(w.kind, n, k, rows)
+    bn, bm, bk, split, warps, stages = tables.product(NAMES[kind], n, k, rows, groups)
+    tiles = (triton.cdiv(n, bn), groups, triton.cdiv(rows, bm))
+    meet = split > 1 and rows <= tables.MEETING_ROWS
+    parts, arrived = out, out
+    if meet:
+        needed = tiles[0] * tiles[1] * tiles[2]
+        if scratch:
+            parts, arrived = scratch["product_parts"], scratch["product_arrived"]
+            assert needed * split * bn * bm <= parts.numel() and needed <= arrived.numel()
+        else:
+            parts = torch.empty(needed * split * bn * bm, dtype=torch.float32, device=out.device)
+            arrived = torch.zeros(needed, dtype=torch.int32, device=out.device)
     cos, sin, c, r = rope if rope is not None else (out, out, 2, 2)
-    grid = (triton.cdiv(n, bn), groups, triton.cdiv(rows, bm))
-    product_kernel[grid](
+    product_kernel[(tiles[0], tiles[1] * (split if meet else 1), tiles[2])](
         out, out if outq is None else words(outq, False), ws if outs is None else outs, view, xs if qx else ws, codes, ws,
-        cos, sin, rows, n, source.numel() // source.shape[0] // k, out.numel() // rows,
+        cos, sin, parts, arrived, rows, n, source.numel() // source.shape[0] // k, out.numel() // rows,
         1.0 if scale is None else scale, stride,
         K=k, KIND=kind, QX=qx, EPILOGUE=epilogue, OUT_F32=out.dtype == torch.float32, FACTOR=scale is not None,
-        QDQ=outq is not None and outq.element_size() == 2, C=c, R=r, GROUPED=groups > 1, BN=bn, BM=bm, BK=bk,
-        num_warps=warps, num_stages=stages,
+        QDQ=outq is not None and outq.element_size() == 2, C=c, R=r, GROUPED=groups > 1, SPLIT=split, MEET=meet,
+        BN=bn, BM=bm, BK=bk, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -250,7 +302,7 @@ def linear(
     scratch: Any = None,
 ) -> None:  # fmt: skip
     """out bf16 or f32 [T, N] <- x bf16 [T, K] or its Q8 pair, w Weight [N, K]. scale: bf16(bf16(sum) * fp32(scale))."""
-    _product(out, x, xq, xs, w, epilogue=PLAIN.value, scale=scale)
+    _product(out, x, xq, xs, w, scratch, epilogue=PLAIN.value, scale=scale)
 
 
 def linear_rope(
@@ -258,9 +310,10 @@ def linear_rope(
 ) -> None:
     """out bf16 [T, H, C], the last `rotary` channels of every head turned to the row's position."""
     rope = (rows.rope_cos[kind], rows.rope_sin[kind], out.shape[-1], rotary)
-    _product(out, x, xq, xs, w, epilogue=ROPE.value, rope=rope)
+    _product(out, x, xq, xs, w, scratch, epilogue=ROPE.value, rope=rope)
 
 
 def grouped_out(u: Tensor, uq: Tensor, us: Tensor, o: Tensor, wo_a: Any, *, scratch: Any = None) -> None:
     """u bf16 [T, G * o_lora], its Q8 pair <- o bf16 [T, H, C], wo_a bank [G, o_lora, H/G * C]."""
-    _product(u, o, None, None, wo_a, epilogue=QUANTISE.value, groups=wo_a.codes.shape[0], outq=uq, outs=us)
+    groups = wo_a.codes.shape[0]
+    _product(u, o, o, None, wo_a, scratch, epilogue=QUANTISE.value, groups=groups, outq=uq, outs=us)
