@@ -75,7 +75,7 @@ def test_a_bit_changed_in_any_store_is_found_and_named(name: str) -> None:
     store.tensor.view(torch.uint8).reshape(*store.tensor.shape[:2], -1)[unit, row, 0] ^= 1
     found = checker.verify()
     assert any(v.store == name and (v.unit, v.row) == (unit, row) and v.position == used[-1] for v in found)
-    with pytest.raises(StateError, match="canary"):  # and before the next step reads it
+    with pytest.raises(StateError, match=r"canary \(read\)"):  # before the next step reads it
         write_tokens(pool, tenant, 1, checker=checker)
 
 
