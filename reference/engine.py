@@ -18,12 +18,14 @@ from reference.config import V41Config
 from reference.contract import Ledger
 from reference.dspark import Draft, DSpark
 from reference.errors import CapacityError, InputError, RollbackError, StateError
-from reference.history import SequenceHistory
+from reference.history import SequenceHistory, write_logs
+from reference.input_check import check_capacity, check_step, checked_tokens, image_flags
 from reference.model import LayerInputs, Model, Output
 from reference.precision import Precision
 from reference.weights import Weights
 
 SNAPSHOT_FORMAT = "dsv41-history/1"
+DECISIONS = ("selection", "candidates", "moe_idx")  # what a step can be told instead of deciding itself
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,13 @@ class ReferenceEngine:
     ) -> StepResult:
         """Append each run to its sequence.  Raises InputError, StateError, CapacityError, nothing changed.
 
-        forced and layer_inputs hold one row for each token of the step, as the taps do.  replay is ignored.
+        forced (`L{i}.selection`, `.candidates`, `.moe_idx`) and layer_inputs hold one row for each token of
+        the step, as the taps do.  replay is ignored.
         """
         histories, tokens, images = self._checked_runs(runs)
+        _check_given(forced or {}, layer_inputs or {}, sum(len(ids) for ids in tokens))
         outputs, begin = [], 0
-        lengths = [h.length for h in histories]
+        before = [(h.length, h.last_key_owner) for h in histories]
         try:
             for history, token_ids, image in zip(histories, tokens, images, strict=True):
                 part = slice(begin, begin + len(token_ids))
@@ -147,8 +151,8 @@ class ReferenceEngine:
                     )
                 )
         except BaseException:
-            for history, length in zip(histories, lengths, strict=True):
-                history.length = length
+            for history, (length, owner) in zip(histories, before, strict=True):
+                history.length, history.last_key_owner = length, owner
             raise
         return StepResult(
             hidden=torch.cat([o.hidden for o in outputs]),
@@ -168,7 +172,7 @@ class ReferenceEngine:
                 actual=f"{self.config.num_nextn_predict_layers} stages, length {history.length}",
                 hint="prefill the sequence first",
             )
-        self._check_tokens((token_id,), "token_id")
+        checked_tokens((token_id,), self.config.vocab_size, "token_id")
         return self._dspark.draft(history, token_id, taps)
 
     def _forward(
@@ -240,14 +244,11 @@ class ReferenceEngine:
         history = self.model.new_history(capacity)
         history.length = length
         if metadata.get("last_key_owner") != "":
-            history.last_key_owner = whole_number(metadata, "last_key_owner")
-        logs = history.logs()
-        if set(logs) != set(tensors):
-            raise damaged("tensors", sorted(logs), sorted(tensors))
-        for name, (log, count) in logs.items():
-            if len(tensors[name]) != count:
-                raise damaged(name, f"{count} rows", len(tensors[name]))
-            log.write(0, tensors[name])
+            owner = history.last_key_owner = whole_number(metadata, "last_key_owner")
+            sources = [role.index for role in self.config.layers() if role.is_kv_source]
+            if owner not in sources:
+                raise damaged("last_key_owner", f"one of {sources}", owner)
+        write_logs(history.logs(), tensors)
         return self._adopt(history)
 
     def branch(self, sequence: Hashable) -> int:
@@ -300,19 +301,12 @@ class ReferenceEngine:
         )
 
     def _checked_capacity(self, capacity: int) -> int:
-        limit = self.config.max_position_embeddings
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or not 0 < capacity <= limit:
-            raise CapacityError(
-                field="capacity",
-                expected=f"1 <= capacity <= {limit} tokens",
-                actual=capacity,
-                hint="the configuration's max_position_embeddings is the largest position count",
-            )
+        hint = "the configuration's max_position_embeddings is the largest position count"
+        check_capacity(capacity, self.config.max_position_embeddings, hint)
         return capacity
 
     def _checked_runs(self, runs: Sequence[Any]) -> tuple[list[SequenceHistory], list[Tensor], list[Tensor]]:
-        if not runs:
-            raise InputError(field="runs", expected="at least one run", actual=0, hint="a step needs tokens")
+        check_step(runs)
         histories: list[SequenceHistory] = []
         tokens, images = [], []
         for i, run in enumerate(runs):
@@ -324,22 +318,15 @@ class ReferenceEngine:
                     actual=run.sequence,
                     hint="put consecutive tokens of a sequence into one run",
                 )
-            self._check_run(run, history, f"runs[{i}]")
+            ids, image = self._checked_run(run, history, f"runs[{i}]")
             histories.append(history)
-            token_ids = torch.tensor(tuple(run.token_ids), dtype=torch.int64)
-            tokens.append(token_ids)
-            mask = run.image_mask
-            images.append(
-                token_ids == self.config.image_token_id
-                if mask is None
-                else torch.tensor(mask, dtype=torch.bool)
-            )
+            tokens.append(torch.tensor(ids, dtype=torch.int64))
+            images.append(torch.tensor(image, dtype=torch.bool))
         return histories, tokens, images
 
-    def _check_run(self, run: Any, history: SequenceHistory, field: str) -> None:
-        count = len(run.token_ids)
-        if count == 0:
-            raise InputError(field=f"{field}.token_ids", expected="at least one token", actual=0)
+    def _checked_run(
+        self, run: Any, history: SequenceHistory, field: str
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         if type(run.start) is not int or run.start != history.length:
             raise StateError(
                 field=f"{field}.start",
@@ -347,34 +334,35 @@ class ReferenceEngine:
                 actual=run.start,
                 hint="roll back first, or step the tokens in between",
             )
-        self._check_tokens(run.token_ids, f"{field}.token_ids")
-        if run.image_mask is not None and len(run.image_mask) != count:
-            raise InputError(
-                field=f"{field}.image_mask",
-                expected=f"{count} values, one a token",
-                actual=len(run.image_mask),
-            )
-        if run.start + count > history.capacity:
+        ids = checked_tokens(run.token_ids, self.config.vocab_size, f"{field}.token_ids")
+        mask = getattr(run, "image_mask", None)
+        image = image_flags(ids, mask, self.config.image_token_id, f"{field}.image_mask")
+        if run.start + len(ids) > history.capacity:
             raise CapacityError(
                 field=field,
                 expected=f"an end of at most the sequence's capacity, {history.capacity}",
-                actual=run.start + count,
+                actual=run.start + len(ids),
                 hint="open the sequence with a larger capacity, or restore a snapshot into one",
             )
+        return ids, image
 
-    def _check_tokens(self, token_ids: Sequence[int], field: str) -> None:
-        for i, token in enumerate(token_ids):
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, int)
-                or not 0 <= token < self.config.vocab_size
-            ):
-                raise InputError(
-                    field=f"{field}[{i}]",
-                    expected=f"an integer, 0 <= id < {self.config.vocab_size}",
-                    actual=token,
-                    hint="ids are those of the model's tokenizer",
-                )
+
+def _check_given(forced: Mapping[str, Tensor], layer_inputs: LayerInputs, rows: int) -> None:
+    """Raises InputError for a decision that nobody takes, and for given values of another number of rows."""
+    for name in forced:
+        if name.rpartition(".")[2] not in DECISIONS:
+            words = f"a tap named one of {', '.join(DECISIONS)}"
+            raise InputError(field="forced", expected=words, actual=name, hint="only decisions can be forced")
+    given = [(f"forced[{name!r}]", value) for name, value in forced.items()]
+    given += [(f"layer_inputs[{i}]", value) for i, pair in layer_inputs.items() for value in pair]
+    for field, value in given:
+        if len(value) != rows:
+            raise InputError(
+                field=field,
+                expected=f"{rows} rows, one a token of the step",
+                actual=f"{len(value)} rows",
+                hint="give a row for each token, run after run",
+            )
 
 
 def _common_names(outputs: Sequence[Output]) -> list[str]:

@@ -7,11 +7,13 @@ count.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from reference.blob import damaged
 from reference.config import V41Config
 
 
@@ -34,11 +36,12 @@ class RowLog:
         """Rows begin .. end, a view."""
         return self._rows[begin:end]
 
-    def copy(self, end: int) -> RowLog:
-        """An independent log of the first `end` rows."""
-        log = RowLog(tuple(self._rows.shape[1:]), self._rows.dtype)
-        log._rows = self._rows[:end].clone()
-        return log
+    def check(self, name: str, rows: Tensor, count: int) -> None:
+        """Raises SnapshotError unless `rows` are `count` rows of this log."""
+        wanted = (count, *self._rows.shape[1:])
+        if tuple(rows.shape) != wanted or rows.dtype != self._rows.dtype:
+            actual = f"{rows.dtype} {list(rows.shape)}"
+            raise damaged(name, f"{self._rows.dtype} {list(wanted)}", actual)
 
 
 @dataclass
@@ -101,3 +104,13 @@ class SequenceHistory:
         for index, layer in self.layers.items():
             named |= {f"L{index}.{name}": counted for name, counted in layer.logs(self.length).items()}
         return named
+
+
+def write_logs(logs: Mapping[str, tuple[RowLog, int]], tensors: Mapping[str, Tensor]) -> None:
+    """A snapshot's tensors into the logs of their names.  Raises SnapshotError before anything is written."""
+    if set(logs) != set(tensors):
+        raise damaged("tensors", sorted(logs), sorted(tensors))
+    for name, (log, count) in logs.items():
+        log.check(name, tensors[name], count)
+    for name, (log, _) in logs.items():
+        log.write(0, tensors[name])

@@ -1,10 +1,10 @@
 """How the reference rounds: the one place that decides whether a cast of the numeric contract happens.
 
 `release`: every tensor between operations holds bfloat16 values (kept in float32 tensors), fp32 operations
-stay fp32, and an inner product is accumulated in float64 and rounded once, so that a result does not depend
-on how many rows were computed together.  `float64`: the same mathematics with no rounding between operations.
-The cache and indexer quantisers belong to the model (it was trained with them), so both precisions apply them
-unless `cache_quantizers` is False.
+stay fp32, and an inner product is accumulated in float64 and rounded once, so that the order of its sum can
+move a result only where float64's last bits fall on both sides of a rounding. `float64`: the same
+mathematics with no rounding between operations. The cache and indexer quantisers belong to the model (it was
+trained with them), so both precisions apply them unless `cache_quantizers` is False.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from torch import Tensor
 from reference.blob import damaged, seal, unseal, whole_number
 from reference.contract import Run, Streams, TransformerLayer
 from reference.engram import DEAD, hash_constants, ngram_rows, ngram_tokens
-from reference.errors import CapacityError, StateError
-from reference.history import LayerHistory, RowLog, SequenceHistory
+from reference.errors import StateError
+from reference.history import LayerHistory, RowLog, SequenceHistory, write_logs
+from reference.input_check import check_capacity, checked_tokens, image_flags
 from reference.layer import block, recall
 from reference.parameters import layer_parameters
 from reference.precision import RELEASE, Precision
@@ -79,14 +80,8 @@ class ReferenceLayer(TransformerLayer):
         return mine
 
     def alloc_state(self, capacity: int) -> LayerState:
-        limit = self.config.max_position_embeddings
-        if type(capacity) is not int or not 0 < capacity <= limit:
-            raise CapacityError(
-                field="capacity",
-                expected=f"1 <= capacity <= {limit} tokens",
-                actual=capacity,
-                hint="the configuration's max_position_embeddings is the largest position count",
-            )
+        hint = "the configuration's max_position_embeddings is the largest position count"
+        check_capacity(capacity, self.config.max_position_embeddings, hint)
         rows = SequenceHistory(self.config, capacity, self.precision.dtype).layers[self.role.index]
         return LayerState(self.role.index, capacity, rows, RowLog((), torch.int64))
 
@@ -121,21 +116,18 @@ class ReferenceLayer(TransformerLayer):
     ) -> None:
         """Compressed ids of the coming tokens; addressed by position, so calling it again changes nothing."""
         live = self._live(state)
+        given = checked_tokens(token_ids, self.config.vocab_size, "token_ids")
+        image = torch.tensor(image_flags(given, image_mask, self.config.image_token_id, "image_mask"))
         if not self.role.has_engram:
             return
-        if position > live.staged:
+        if type(position) is not int or not 0 <= position <= live.staged:
             raise StateError(
                 field="position",
-                expected=f"at most {live.staged}, up to which the n-gram history is known",
+                expected=f"0 to {live.staged}, up to which the n-gram history is known",
                 actual=position,
                 hint="prestage the tokens in between first",
             )
-        ids = torch.tensor(tuple(token_ids), dtype=torch.int64)
-        image = (
-            ids == self.config.image_token_id
-            if image_mask is None
-            else torch.tensor(image_mask, dtype=torch.bool)
-        )
+        ids = torch.tensor(given, dtype=torch.int64)
         live.compressed_ids.write(position, torch.where(image, DEAD, self._token_map[ids]))
         live.staged = position + len(ids)
 
@@ -244,13 +236,7 @@ class ReferenceLayer(TransformerLayer):
         logs = live.rows.logs(length)
         if self.role.has_engram:
             logs["compressed_ids"] = (live.compressed_ids, length)
-        if set(logs) != set(tensors):
-            raise damaged("tensors", sorted(logs), sorted(tensors))
-        for name, (_, count) in logs.items():
-            if len(tensors[name]) != count:
-                raise damaged(name, f"{count} rows", len(tensors[name]))
-        for name, (log, _) in logs.items():
-            log.write(0, tensors[name])
+        write_logs(logs, tensors)
         live.length = live.staged = length
 
     def _identity(self) -> dict[str, str]:

@@ -29,7 +29,8 @@ from math import prod
 import torch
 
 from reference.config import LayerRole, V41Config
-from reference.errors import CapacityError, InputError
+from reference.errors import InputError
+from reference.input_check import check_capacity
 
 FORMS = ("packed", "release")
 
@@ -106,10 +107,8 @@ def max_rollback(table: list[StateKind]) -> int | None:
 
 
 def _check(config: V41Config, capacity: int, form: str, ring_spare: int) -> None:
-    limit = config.max_position_embeddings
-    if type(capacity) is not int or not 0 < capacity <= limit:
-        hint = "the configuration's max_position_embeddings bounds a sequence"
-        raise CapacityError(field="capacity", expected=f"1 <= tokens <= {limit}", actual=capacity, hint=hint)
+    hint = "the configuration's max_position_embeddings bounds a sequence"
+    check_capacity(capacity, config.max_position_embeddings, hint)
     if form not in FORMS:
         raise InputError(field="form", expected=f"one of {', '.join(FORMS)}", actual=form)
     if type(ring_spare) is not int or ring_spare < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from reference.blob import seal, unseal
 from reference.config import V41Config
@@ -21,6 +22,9 @@ def sequence(release):
 
 BAD_RUNS = {
     "no run": (lambda s: [], InputError, "runs"),
+    "no list": (lambda s: None, InputError, "a sequence of runs"),
+    "no Run": (lambda s: [(s, (1,), 10)], InputError, r"runs\[0\].*a Run with sequence"),
+    "tokens that are no list": (lambda s: [Run(s, 7, 10)], InputError, r"token_ids.*got int"),
     "no token": (lambda s: [Run(s, (), 10)], InputError, r"runs\[0\].token_ids"),
     "negative position": (lambda s: [Run(s, (1,), -1)], StateError, r"runs\[0\].start"),
     "wrong start": (lambda s: [Run(s, (1,), 11)], StateError, r"expected the sequence's length, 10, got 11"),
@@ -128,3 +132,68 @@ def test_a_snapshot_of_another_model_or_precision(release, float64, toy, sequenc
 def test_weights_of_another_configuration(toy_weights):
     with pytest.raises(InputError, match=r"weights\.config"):
         ReferenceEngine(V41Config.toy().sliced((0, 1)), toy_weights)
+
+
+GIVEN = {
+    "decision rows": ({"forced": {"L3.moe_idx": torch.zeros(2, 2, dtype=torch.int64)}}, "3 rows.*got 2 rows"),
+    "no decision": ({"forced": {"L3.q": torch.zeros(3, 2)}}, "selection, candidates, moe_idx.*got L3.q"),
+    "stream rows": ({"layer_inputs": {3: (torch.zeros(4, 4, 128), torch.zeros(3, 4))}}, "3 rows.*got 4 rows"),
+    "mix rows": ({"layer_inputs": {3: (torch.zeros(3, 4, 128), torch.zeros(1, 4))}}, "3 rows.*got 1 rows"),
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_given_values_of_another_number_of_rows(release, case):
+    options, message = GIVEN[case]
+    s = release.open(8)
+    with pytest.raises(InputError, match=message):
+        release.step([Run(s, (1, 2, 3), 0)], **options)
+    assert release.length(s) == 0
+
+
+def test_a_step_that_breaks_half_way_leaves_every_sequence_as_it_was(toy, toy_weights, monkeypatch):
+    engine = ReferenceEngine(toy, toy_weights, release_stale_index_k=True)
+    first, second = engine.open(16), engine.open(16)
+    engine.step([Run(second, tokens(5), 0)])
+
+    def state() -> list:
+        owners = [engine.history(s).last_key_owner for s in (first, second)]
+        return [*owners, *(engine.state_digest(s) for s in (first, second))]
+
+    before = state()
+    forward, calls = engine.model.forward, []
+
+    def second_breaks(history, *args, **options):
+        calls.append(history)
+        if len(calls) == 2:
+            forward(history, *args, **options)
+            raise MemoryError
+        return forward(history, *args, **options)
+
+    monkeypatch.setattr(engine.model, "forward", second_breaks)
+    with pytest.raises(MemoryError):
+        engine.step([Run(first, (1, 2), 0), Run(second, (3,), 5)])
+    assert len(calls) == 2 and state() == before
+    assert (engine.length(first), engine.length(second)) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("L4.window", lambda t: t[:, :-1].contiguous(), "got torch.float32 .10, 63"),
+        ("L4.window", lambda t: t.double(), "got torch.float64"),
+        ("L4.window", lambda t: t[:-1], "got torch.float32 .9, 64"),
+        ("last_key_owner", "3", "one of .2, 4, 5."),
+    ],
+)
+def test_a_sealed_snapshot_whose_content_does_not_fit(release, sequence, field, value, words):
+    tensors, metadata = unseal(release.snapshot(sequence))
+    del metadata["checksum"]
+    if field in tensors:
+        tensors[field] = value(tensors[field])
+    else:
+        metadata[field] = value
+    live = release.ledger().sequences
+    with pytest.raises(SnapshotError, match=rf"{field}.*{words}"):
+        release.restore(seal(tensors, metadata), 64)
+    assert release.ledger().sequences == live

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from reference.blob import seal, unseal
 from reference.contract import Run as LayerRun
 from reference.contract import Streams
 from reference.engine import Run
-from reference.errors import CapacityError, RollbackError, SnapshotError, StateError
+from reference.errors import CapacityError, InputError, RollbackError, SnapshotError, StateError
 from reference.serving_layer import ReferenceLayer, Shared
 from tests.reference.strings import tokens
 
@@ -105,3 +106,40 @@ def test_wrong_use_says_what_to_do(toy_weights, release):
         layer.length(state)
     with pytest.raises(StateError, match="live state of layer 3"):
         layer.release_state(object())
+
+
+@pytest.mark.parametrize("index", [1, 3])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (((3, -1), 0), InputError, r"token_ids\[1\].*got -1"),
+        (((256,), 0), InputError, r"token_ids\[0\].*got 256"),
+        (((), 0), InputError, "at least one token"),
+        (((1, 2), 0, (True,)), InputError, "image_mask.*2 values.*got 1"),
+        (((1,), 1), StateError, "position.*0 to 0"),
+        (((1,), -1), StateError, "position"),
+    ],
+)
+def test_bad_ids_are_refused_before_they_are_staged(toy_weights, index, arguments, error, message):
+    layer = ReferenceLayer(toy_weights, index)
+    state = layer.alloc_state(8)
+    if error is StateError and not layer.role.has_engram:
+        return  # a layer without n-grams has no use for a position
+    with pytest.raises(error, match=message):
+        layer.decode_prestage(state, *arguments)
+    assert state.staged == 0 and layer.length(state) == 0
+
+
+def test_a_sealed_snapshot_whose_content_does_not_fit(toy_weights, release):
+    layer = ReferenceLayer(toy_weights, 2)
+    state, other = layer.alloc_state(8), layer.alloc_state(8)
+    layer.prefill(Streams(*release.model.embed(torch.tensor(tokens(5)))), state, 0, 5)
+    tensors, metadata = unseal(layer.snapshot_aux(state))
+    del metadata["checksum"]
+    for name, value in (
+        ("window", tensors["window"][:, :-1].contiguous()),
+        ("latent", tensors["latent"].double()),
+    ):
+        with pytest.raises(SnapshotError, match=name):
+            layer.restore_aux(other, seal({**tensors, name: value}, metadata))
+        assert layer.length(other) == 0 and len(other.rows.window.rows(0, 8)) == 0
