@@ -100,6 +100,7 @@ class Skip(Exception):
 def golden(options: Options) -> Iterator[Case]:
     """The official goldens with their limits, then the reference goldens: the reference itself is what they guard."""
     from golden.cases import OFFICIAL, case_paths, load_case
+    from golden.official import problems
     from golden.reference_check import verify_reference
     from golden.verify import missing_paths, verify_case
 
@@ -112,6 +113,8 @@ def golden(options: Options) -> Iterator[Case]:
     untaken = missing_paths(results)
     message = "" if not untaken else f"no case took {', '.join(untaken)}"
     yield Case("official/paths", "failed" if untaken else "passed", message)
+    wrong = problems(results)
+    yield Case("official/manifest", "failed" if wrong else "passed", "\n".join(wrong))
     for one in verify_reference():
         text = one.message if not one.ok else ""
         yield Case(f"reference/{one.name}", "passed" if one.ok else "failed", text, one.seconds)
