@@ -10,6 +10,7 @@ from optimized import seams
 from optimized.state_pool import StatePool, Tenant
 from reference.config import V41Config
 from reference.errors import CapacityError, ConfigError, InputError, StateError
+from reference.input_check import check_step, checked_tokens, image_flags
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,10 @@ class Admitted:
 
 def admit(pool: StatePool, config: V41Config, runs: Sequence[Any], max_rows: int) -> list[Admitted]:
     """Raises InputError, StateError or CapacityError; changes nothing."""
-    if isinstance(runs, (str, bytes)) or not isinstance(runs, Sequence):
-        raise InputError(
-            field="runs", expected="a sequence of runs", actual=type(runs).__name__, hint="pass a list of Run"
-        )
-    if not runs:
-        raise InputError(field="runs", expected="at least one run", actual=0, hint="a step needs tokens")
+    check_step(runs)
     admitted: list[Admitted] = []
     for i, run in enumerate(runs):
         field = f"runs[{i}]"
-        missing = [name for name in ("sequence", "token_ids", "start") if not hasattr(run, name)]
-        if missing:
-            raise InputError(
-                field=field,
-                expected="a Run with sequence, token_ids and start",
-                actual=f"{type(run).__name__} without {', '.join(missing)}",
-                hint="build runs with reference.engine.Run",
-            )
         tenant = pool.tenant(run.sequence)
         if any(tenant is other.tenant for other in admitted):
             raise InputError(
@@ -83,18 +71,6 @@ def check_room(field: str, start: int, count: int, capacity: int) -> None:
 
 
 def _checked(run: Any, tenant: Tenant, config: V41Config, field: str) -> Admitted:
-    if isinstance(run.token_ids, str) or not isinstance(run.token_ids, Sequence):
-        raise InputError(
-            field=f"{field}.token_ids",
-            expected="a sequence of integers",
-            actual=type(run.token_ids).__name__,
-            hint="pass a tuple or a list of token ids",
-        )
-    token_ids = tuple(run.token_ids)
-    if not token_ids:
-        raise InputError(
-            field=f"{field}.token_ids", expected="at least one token", actual=0, hint="leave the run out"
-        )
     if isinstance(run.start, bool) or not isinstance(run.start, int) or run.start != tenant.length:
         raise StateError(
             field=f"{field}.start",
@@ -102,29 +78,10 @@ def _checked(run: Any, tenant: Tenant, config: V41Config, field: str) -> Admitte
             actual=run.start,
             hint="roll back first, or step the tokens in between",
         )
-    check_tokens(token_ids, config.vocab_size, f"{field}.token_ids")
+    token_ids = checked_tokens(run.token_ids, config.vocab_size, f"{field}.token_ids")
     mask = getattr(run, "image_mask", None)
-    if mask is None:
-        return Admitted(tenant, run.start, token_ids, tuple(t == config.image_token_id for t in token_ids))
-    if len(mask) != len(token_ids):
-        raise InputError(
-            field=f"{field}.image_mask",
-            expected=f"{len(token_ids)} values, one a token",
-            actual=len(mask),
-            hint="mark every token of the run, or pass None",
-        )
-    return Admitted(tenant, run.start, token_ids, tuple(bool(m) for m in mask))
-
-
-def check_tokens(token_ids: Sequence[Any], vocab_size: int, field: str) -> None:
-    for i, token in enumerate(token_ids):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise InputError(
-                field=f"{field}[{i}]",
-                expected=f"an integer, 0 <= id < {vocab_size}",
-                actual=token,
-                hint="ids are those of the model's tokenizer",
-            )
+    image = image_flags(token_ids, mask, config.image_token_id, f"{field}.image_mask")
+    return Admitted(tenant, run.start, token_ids, image)
 
 
 def checked_buckets(buckets: Sequence[int]) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from optimized import tables
-from optimized.admission import check_tokens
 from optimized.launch import Launcher, OpTable
 from optimized.layer import Block, Flow, LayerState, settle
 from optimized.ops.engram import Hash
@@ -33,6 +32,7 @@ from optimized.workspace import Workspace, make_workspace
 from reference.contract import Run, Streams, TransformerLayer
 from reference.engram import hash_constants
 from reference.errors import InputError, RollbackError, StateError
+from reference.input_check import checked_tokens, image_flags
 from reference.state_table import StateKind, layer_state
 from reference.weights import Weights
 
@@ -239,16 +239,9 @@ class OptimizedLayer(TransformerLayer):
     ) -> None:
         """Token ids of the coming step, for the n-gram hash that runs on the device; again changes nothing."""
         self._live(state)
-        check_tokens(tuple(token_ids), self.config.vocab_size, "token_ids")
-        mask = tuple(t == self.config.image_token_id for t in token_ids) if image_mask is None else image_mask
-        if len(mask) != len(token_ids):
-            raise InputError(
-                field="image_mask",
-                expected=f"{len(token_ids)} values, one a token",
-                actual=len(mask),
-                hint="mark every token of the run, or pass None",
-            )
-        self._mine(state).staged = Staged(position, tuple(token_ids), tuple(bool(m) for m in mask))
+        ids = checked_tokens(token_ids, self.config.vocab_size, "token_ids")
+        image = image_flags(ids, image_mask, self.config.image_token_id, "image_mask")
+        self._mine(state).staged = Staged(position, ids, image)
 
     def forward(self, streams: Streams, runs: Sequence[Run], shared: Any) -> Streams:
         """Checked runs (see check_runs).  streams.h bf16 or float32 holding bf16 values."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from optimized import seams
 from optimized.state_pool import StatePool, Tenant
 from optimized.stores import Store
-from reference.blob import damaged, seal, unseal
+from reference.blob import damaged, seal, unseal, whole_number
 
 FORMAT = "dsv41-state/1"
 
@@ -47,6 +47,7 @@ def kept_rows(pool: StatePool, store: Store, length: int, floor: int) -> range:
 
 
 def take_snapshot(pool: StatePool, tenant: Tenant) -> bytes:
+    """The sequence as sealed bytes; the pool is only read."""
     tensors: dict[str, Tensor] = {}
     firsts: dict[str, int] = {}
     for store in carried(pool):
@@ -63,16 +64,6 @@ def take_snapshot(pool: StatePool, tenant: Tenant) -> bytes:
         "firsts": json.dumps(firsts, sort_keys=True),
     }
     return seal(tensors, metadata)
-
-
-def _whole(metadata: dict[str, str], name: str) -> int:
-    try:
-        value = int(metadata[name])
-    except (KeyError, ValueError) as error:
-        raise damaged(name, "a whole number", metadata.get(name)) from error
-    if value < 0:
-        raise damaged(name, "0 or more", value)
-    return value
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ def read_snapshot(pool: StatePool, blob: bytes, capacity: int) -> Content:
             metadata.get("config"),
             "the blob belongs to another model: restore it into an engine of its own configuration",
         )
-    length, floor = _whole(metadata, "length"), _whole(metadata, "floor")
+    length, floor = whole_number(metadata, "length"), whole_number(metadata, "floor")
     if length > capacity:
         raise damaged(
             "length", f"at most the capacity asked for, {capacity}", length, "restore with a larger capacity"
@@ -129,7 +120,7 @@ def read_snapshot(pool: StatePool, blob: bytes, capacity: int) -> Content:
                 f"{rows.dtype} {list(rows.shape)} from position {first}",
             )
         out[store.name] = (first, rows)
-    return Content(length, floor, _whole(metadata, "spare"), out)
+    return Content(length, floor, whole_number(metadata, "spare"), out)
 
 
 def restore_rows(

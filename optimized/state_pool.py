@@ -29,7 +29,8 @@ from optimized import seams
 from optimized.pages import AllocationFaults, IdAllocator
 from optimized.stores import APPEND_KINDS, RING_KINDS, Geometry, Store, make_stores
 from reference.config import V41Config
-from reference.errors import CapacityError, StateError
+from reference.errors import StateError
+from reference.input_check import check_capacity
 
 _POOLS = itertools.count()
 
@@ -141,17 +142,11 @@ class StatePool:
         return isinstance(handle, Handle) and handle.pool == self.identity and handle not in self.tenants
 
     def check_capacity(self, capacity: int) -> None:
-        if (
-            isinstance(capacity, bool)
-            or not isinstance(capacity, int)
-            or not 0 < capacity <= self.max_capacity
-        ):
-            raise CapacityError(
-                field="capacity",
-                expected=f"1..{self.max_capacity} tokens",
-                actual=capacity,
-                hint="ask for fewer tokens, or build the engine with a larger max_tokens (up to the model's maximum)",
-            )
+        """Raises CapacityError for a capacity that no sequence of this pool can have."""
+        hint = (
+            "ask for fewer tokens, or build the engine with a larger max_tokens (up to the model's maximum)"
+        )
+        check_capacity(capacity, self.max_capacity, hint)
 
     def open(self, capacity: int) -> Tenant:
         """A slot and pages for `capacity` tokens, or CapacityError / AllocationError and nothing taken."""

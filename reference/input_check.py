@@ -20,26 +20,26 @@ def check_step(runs: Any) -> None:
     if not runs:
         raise InputError(field="runs", expected="at least one run", actual=0, hint="a step needs tokens")
     for i, run in enumerate(runs):
-        if not all(hasattr(run, name) for name in ("sequence", "token_ids", "start")):
+        missing = [name for name in ("sequence", "token_ids", "start") if not hasattr(run, name)]
+        if missing:
             raise InputError(
                 field=f"runs[{i}]",
                 expected="a Run with sequence, token_ids and start",
-                actual=type(run).__name__,
-                hint="reference.engine.Run is that type",
+                actual=f"{type(run).__name__} without {', '.join(missing)}",
+                hint="build runs with reference.engine.Run",
             )
 
 
 def checked_tokens(token_ids: Any, vocab_size: int, field: str) -> tuple[int, ...]:
     """The ids as a tuple, at least one, each an integer, 0 <= id < vocab_size. Raises InputError."""
-    try:
-        ids = tuple(token_ids)
-    except TypeError as error:
+    if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
         raise InputError(
             field=field,
-            expected="a sequence of token ids",
+            expected="a sequence of integers",
             actual=type(token_ids).__name__,
-            hint="pass a tuple of integers",
-        ) from error
+            hint="pass a tuple or a list of token ids",
+        )
+    ids = tuple(token_ids)
     if not ids:
         raise InputError(field=field, expected="at least one token", actual=0, hint="leave the run out")
     for i, token in enumerate(ids):
