@@ -88,7 +88,7 @@ class TransformerLayer(OtherLayersMethods):
 
     @abstractmethod
     def capacity(self, state: Any) -> int:
-        """Tokens that the state has room for."""
+        """Tokens that the state has room for. Raises StateError for a released or foreign state."""
 
     @abstractmethod
     def set_length(self, state: Any, length: int) -> None:
@@ -241,13 +241,18 @@ class TransformerLayer(OtherLayersMethods):
         """Host work of the coming step: n-gram hash and row fetch. The n-gram history advances here, once.
 
         image_mask: which tokens stand for an image patch; None = those whose id is config.image_token_id.
+        Raises StateError (released or foreign state, a position that the history doesn't reach) or
+        InputError (ids out of range, a mask of another length), with nothing staged.
         """
 
     def decode_prestage_rearm(self, state: Any) -> None:
         """After a failed capture, before the step runs eagerly: recomputes nothing, may be called again."""
 
     def check_replay_room(self, state: Any, k: int) -> None:
-        """Would a step of k tokens end past the capacity? Raises CapacityError before anything is written."""
+        """Would a step of k tokens end past the capacity? Raises CapacityError before anything is written, and
+        InputError for a k that is no number of tokens."""
+        if type(k) is not int or k < 1:
+            raise InputError(field="k", expected="at least one token", actual=k, hint="leave the step out")
         end, room = self.length(state) + k, self.capacity(state)
         if end > room:
             hint = "close the sequence, or open one with more capacity"
@@ -293,3 +298,10 @@ class TransformerLayer(OtherLayersMethods):
             raise InputError(
                 field="streams", expected=f"{rows} rows, at least one", actual=f"{len(streams)} rows"
             )
+        n, d = self.config.hc_mult, self.config.hidden_size
+        shapes = (("streams.h", streams.h, (rows, n, d)), ("streams.pre_mix", streams.pre_mix, (rows, n)))
+        for field, given, wanted in shapes:
+            if tuple(given.shape) != wanted:
+                letters = "[T, N, D]" if given is streams.h else "[T, N]"
+                words = f"{letters} = {list(wanted)}"
+                raise InputError(field=field, expected=words, actual=list(given.shape))

@@ -44,6 +44,11 @@ def layer_parameters(weights: Weights, role: LayerRole, precision: Precision) ->
     )
 
 
+def router_parameters(weights: Weights, role: LayerRole, precision: Precision) -> Router:
+    """The router of one block alone."""
+    return _router(weights, role, _vectors(weights, precision))
+
+
 Vector = Callable[[str], Tensor]
 
 
@@ -123,8 +128,6 @@ def _attention(weights: Weights, role: LayerRole, vector: Vector) -> Attention:
 
 def _moe(weights: Weights, role: LayerRole, vector: Vector) -> MixtureOfExperts:
     config, prefix = weights.config, f"{role.prefix}.ffn"
-    bias = vector(f"{prefix}.gate.bias")
-    image_bias = weights.get(f"{prefix}.gate.bias_vl")
 
     def load(name: str) -> Expert:
         w1, w2, w3 = (weights.linear(f"{prefix}.{name}.{w}") for w in ("w1", "w2", "w3"))
@@ -133,17 +136,23 @@ def _moe(weights: Weights, role: LayerRole, vector: Vector) -> MixtureOfExperts:
     decoded_bytes = 3 * config.moe_intermediate_size * config.hidden_size * 8
     cached = lru_cache(maxsize=EXPERT_CACHE_BYTES // decoded_bytes)(lambda e: load(f"experts.{e}"))
     return MixtureOfExperts(
-        router=Router(
-            gate=Linear(weights[f"{prefix}.gate.weight"], None, "fp32"),
-            bias=bias,
-            bias_vl=bias if image_bias is None else image_bias.to(bias.dtype),
-            topk=role.top_k,
-            scoring=config.scoring_func,
-            temperature=config.gate_temp,
-            normalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-        ),
+        router=_router(weights, role, vector),
         expert=cached,
         shared=load("shared_experts"),
         limit=config.swiglu_limit,
+    )
+
+
+def _router(weights: Weights, role: LayerRole, vector: Vector) -> Router:
+    config, prefix = weights.config, f"{role.prefix}.ffn.gate"
+    bias, image_bias = vector(f"{prefix}.bias"), weights.get(f"{prefix}.bias_vl")
+    return Router(
+        gate=Linear(weights[f"{prefix}.weight"], None, "fp32"),
+        bias=bias,
+        bias_vl=bias if image_bias is None else image_bias.to(bias.dtype),
+        topk=role.top_k,
+        scoring=config.scoring_func,
+        temperature=config.gate_temp,
+        normalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
     )

@@ -21,7 +21,8 @@ from reference.errors import StateError
 from reference.history import LayerHistory, RowLog, SequenceHistory, write_logs
 from reference.input_check import check_capacity, checked_tokens, image_flags
 from reference.layer import block, recall
-from reference.parameters import layer_parameters
+from reference.moe import Router
+from reference.parameters import layer_parameters, router_parameters
 from reference.precision import RELEASE, Precision
 from reference.state_table import StateKind, layer_state
 from reference.step import Step
@@ -61,6 +62,8 @@ class ReferenceLayer(TransformerLayer):
         self.precision = precision
         self._weights = layer_parameters(weights, self.role, precision)
         self._token_map = weights.token_map
+        following = [role for role in self.config.layers() if role.index > index]
+        self._next = router_parameters(weights, following[0], precision) if following else None
 
     # state
 
@@ -104,6 +107,10 @@ class ReferenceLayer(TransformerLayer):
         live = self._live(state)
         live.length = length
         live.staged = min(live.staged, length)
+
+    @property
+    def next_router(self) -> Router | None:
+        return self._next
 
     # forward
 

@@ -61,7 +61,7 @@ class Recorder(TransformerLayer):
 
 
 def rows(n: int) -> Streams:
-    return Streams(torch.zeros(n, 4, 8), torch.zeros(n, 4))
+    return Streams(torch.zeros(n, 4, 128), torch.zeros(n, 4))
 
 
 def test_every_entry_point_is_the_one_forward():
@@ -95,6 +95,11 @@ def test_every_entry_point_is_the_one_forward():
         (lambda layer, a, b: layer.rollback(a, -1), RollbackError),
         (lambda layer, a, b: layer.sync_replayed_step(a, 6, 1), StateError),
         (lambda layer, a, b: layer.sync_replayed_step(a, 5, 28), CapacityError),
+        (lambda layer, a, b: layer.sync_replayed_step(a, 5, -2), InputError),
+        (lambda layer, a, b: layer.check_replay_room(a, 0), InputError),
+        (lambda layer, a, b: layer.decode(Streams(rows(1).h[:, :1], rows(1).pre_mix), a, 5), InputError),
+        (lambda layer, a, b: layer.decode(Streams(rows(1).h[..., :1], rows(1).pre_mix), a, 5), InputError),
+        (lambda layer, a, b: layer.decode_batched(Streams(rows(3).h, rows(1).pre_mix), a, 5, 3), InputError),
     ],
 )
 def test_a_wrong_call_changes_nothing(call, error):

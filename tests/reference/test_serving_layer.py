@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -143,3 +145,12 @@ def test_a_sealed_snapshot_whose_content_does_not_fit(toy_weights, release):
         with pytest.raises(SnapshotError, match=name):
             layer.restore_aux(other, seal({**tensors, name: value}, metadata))
         assert layer.length(other) == 0 and len(other.rows.window.rows(0, 8)) == 0
+
+
+def test_the_next_router_is_the_next_layers(layers, toy_weights):
+    assert layers[-1].next_router is None
+    for layer, following in pairwise(layers):
+        name = f"{following.role.prefix}.ffn.gate"
+        assert layer.next_router is not None
+        assert torch.equal(layer.next_router.gate.weight, toy_weights[f"{name}.weight"])
+        assert torch.equal(layer.next_router.bias, toy_weights[f"{name}.bias"])
