@@ -8,10 +8,14 @@ import random
 import pytest
 import torch
 
+from optimized import seams
 from optimized.engine import OptimizedEngine
-from tests.optimized.engine_tools import books, make_engine, step, tokens
+from reference.weights import RandomWeights
+from tests.optimized.engine_tools import CONFIG, books, make_engine, step, tokens
 
 IDS = tokens(64)
+# a window layer with an Engram, a ratio-2 and a ratio-1 source: every kind of state, a third of the toy's time
+EVERY_KIND = CONFIG.sliced((1, 2, 5))
 
 
 def cycle(engine: OptimizedEngine, rng: random.Random) -> None:
@@ -42,8 +46,8 @@ def live_tensor_bytes() -> int:
     return sum(o.untyped_storage().nbytes() for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
 
 
-def run_cycles(count: int, checking: bool) -> None:
-    engine, rng = make_engine(max_sequences=3, checking=checking, max_tokens=48), random.Random(count)
+def run_cycles(engine: OptimizedEngine, count: int, seed: int = 0) -> None:
+    rng = random.Random(seed)
     for _ in range(8):  # every bucket's workspace and graph exists from here on
         cycle(engine, rng)
     baseline, tensors = books(engine), live_tensor_bytes()
@@ -54,17 +58,31 @@ def run_cycles(count: int, checking: bool) -> None:
         if i == count // 2:
             halfway = live_tensor_bytes()
     assert (halfway, live_tensor_bytes()) == (tensors, tensors)
-    assert not checking or engine.verify_canaries() == []
+    assert engine.checker is None or engine.verify_canaries() == []
 
 
-def test_a_few_hundred_cycles_leave_nothing() -> None:
-    run_cycles(150, checking=False)
+def test_a_hundred_cycles_leave_nothing() -> None:
+    run_cycles(make_engine(max_sequences=3, max_tokens=48), 100)
 
 
 def test_some_cycles_under_canaries_leave_nothing() -> None:
-    run_cycles(30, checking=True)
+    run_cycles(make_engine(max_sequences=3, max_tokens=48, checking=True), 30)
 
 
 @pytest.mark.slow
-def test_ten_thousand_cycles_leave_nothing() -> None:
-    run_cycles(10_000, checking=False)
+@pytest.mark.parametrize("part", range(4))
+def test_ten_thousand_cycles_leave_nothing(part: int) -> None:
+    engine = OptimizedEngine(EVERY_KIND, RandomWeights(EVERY_KIND, 7), max_sequences=3, max_tokens=48)
+    assert {s.kind for s in engine.pool.stores} == {"window", "pending", "ngram", "latent", "index_key"}
+    run_cycles(engine, 2_500, seed=part)
+
+
+def test_a_page_that_stays_behind_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above can fail: pages reserved for tokens that never came are not given back."""
+    engine = make_engine(max_sequences=3, max_tokens=48, n_pages=64)
+    used = seams.pages_to_release
+    monkeypatch.setattr(
+        seams, "pages_to_release", lambda pages, length: used(pages, length)[: 1 + length // 16]
+    )
+    with pytest.raises(AssertionError):
+        run_cycles(engine, 10)
