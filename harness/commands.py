@@ -226,16 +226,16 @@ def engines(*, config: str = "toy", console: Console | None = None) -> int:
     for heading in ("engine", "declines", "rolls back up to"):
         table.add_column(heading)
     for spec in built_in():
-        table.add_row(spec.name, *_asked(lambda spec=spec: make_context(spec.name, config).engine()))
+        table.add_row(spec.name, *_asked(spec.name, config))
     table.add_row("package.module:factory", "its declines()", "its max_rollback")
     table.add_row("remote:COMMAND, or --remote COMMAND", "its answer to hello", "its answer to hello")
     console.print(table)
     return 0
 
 
-def _asked(build: Callable[[], Any]) -> tuple[str, str]:
+def _asked(name: str, config: str) -> tuple[str, str]:
     try:
-        engine = build()
+        engine = make_context(name, config).engine()
     except DSV41Error as error:
         return f"can't be built: {error}", ""
     return ", ".join(sorted(engine.declines())) or "nothing", f"{engine.max_rollback} tokens"
