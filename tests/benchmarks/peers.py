@@ -5,7 +5,11 @@ activations; window rows are rounded to fp8 as the cache holds them. Fixed shape
 can be captured in a CUDA graph or given to torch.compile. `form`: "eager", or "scalars" (Sinkhorn on sixteen vectors
 over tokens, pointwise alone, which a compiler can keep in one kernel).
 
-A peer's time counts only after `deviation` found it as near to float64 as bf16 arithmetic allows.
+Weights are held in bf16 and widened where the activations are wider. `quantise` rounds the inputs of the quantised
+products to fp8 as the release does: no peer, but the plain form that an engine at released widths is checked against.
+`experts`: "gather" copies the chosen experts' matrices, "grouped" sorts the rows by expert for torch._grouped_mm.
+
+A peer's time counts only after `update_error` found it as near to float64 as bf16 arithmetic allows.
 """
 
 from __future__ import annotations
@@ -48,19 +52,25 @@ class TorchLayer(torch.nn.Module):
         index: int,
         weights: Weights,
         device: str = "cpu",
+        *,
         form: str = "eager",
-        dtype=torch.bfloat16,
+        experts: str = "gather",
+        dtype: torch.dtype = torch.bfloat16,
+        quantise: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.form, self.dtype = config, form, dtype
+        self.config, self.form, self.experts = config, form, experts
+        self.dtype, self.quantise = dtype, quantise
         role = config.layer(index)
-        p = role.prefix
+        p, self.top_k = role.prefix, role.top_k
 
-        def keep(name: str, tensor: Tensor, kind=None) -> None:
-            self.register_buffer(name, tensor.to(device=device, dtype=kind or dtype))
+        def keep(name: str, tensor: Tensor, kind: torch.dtype = torch.bfloat16) -> None:
+            self.register_buffer(name, tensor.to(device=device, dtype=kind))
 
         def matrix(name: str) -> Tensor:
-            return weights.linear(f"{p}.{name}").float64
+            return weights.linear(f"{p}.{name}").float64.to(
+                torch.bfloat16
+            )  # exact: at most 4 bits times a power
 
         for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"):
             keep(name, matrix(f"attn.{name}"))
@@ -68,18 +78,27 @@ class TorchLayer(torch.nn.Module):
             keep(name.rpartition(".")[2], weights[f"{p}.{name}.weight"], torch.float32)
         for site in ("attn", "ffn"):
             for part in ("fn", "base", "scale"):
-                keep(f"hc_{site}_{part}", weights[f"{p}.hc_{site}_{part}"], self.wide)
-        keep("sink", weights[f"{p}.attn.attn_sink"], self.wide)
-        keep("gate", weights[f"{p}.ffn.gate.weight"], self.wide)
-        keep("bias", weights[f"{p}.ffn.gate.bias"], self.wide)
-        experts = range(role.n_experts)
-        both = [torch.cat((matrix(f"ffn.experts.{e}.w1"), matrix(f"ffn.experts.{e}.w3"))) for e in experts]
-        keep("w13", torch.stack(both))
-        keep("w2", torch.stack([matrix(f"ffn.experts.{e}.w2") for e in experts]))
+                keep(f"hc_{site}_{part}", weights[f"{p}.hc_{site}_{part}"], torch.float32)
+        keep("sink", weights[f"{p}.attn.attn_sink"], torch.float32)
+        keep("gate", weights[f"{p}.ffn.gate.weight"], torch.float32)
+        keep("bias", weights[f"{p}.ffn.gate.bias"], torch.float32)
+        every, wide, narrow = role.n_experts, config.hidden_size, config.moe_intermediate_size
+        keep("w13", torch.empty(every, 2 * narrow, wide, dtype=torch.bfloat16, device=device))
+        keep("w2", torch.empty(every, wide, narrow, dtype=torch.bfloat16, device=device))
+        for e in range(every):
+            self.w13[e] = torch.cat((matrix(f"ffn.experts.{e}.w1"), matrix(f"ffn.experts.{e}.w3")))
+            self.w2[e] = matrix(f"ffn.experts.{e}.w2")
         keep("shared_w13", torch.cat((matrix("ffn.shared_experts.w1"), matrix("ffn.shared_experts.w3"))))
         keep("shared_w2", matrix("ffn.shared_experts.w2"))
         self.register_buffer("frequencies", layer_frequencies(config, role).to(device))
-        self.top_k = role.top_k
+        self.register_buffer("every_expert", torch.arange(every, device=device))
+
+    def linear(self, x: Tensor, weight: Tensor, quantised: bool = True) -> Tensor:
+        """x W^T, rounded to the activations' type. quantised: a product whose input the release rounds to fp8."""
+        return F.linear(self.q8(x) if quantised else x, weight.to(self.dtype))
+
+    def q8(self, x: Tensor) -> Tensor:
+        return qdq_fp8(x.float()).to(x.dtype) if self.quantise else x
 
     @property
     def wide(self) -> torch.dtype:
@@ -98,7 +117,9 @@ class TorchLayer(torch.nn.Module):
     # hyper-connections
 
     def mix(self, h: Tensor, site: str) -> tuple[Tensor, Tensor, Tensor]:
-        fn, base, scale = (getattr(self, f"hc_{site}_{part}") for part in ("fn", "base", "scale"))
+        fn, base, scale = (
+            getattr(self, f"hc_{site}_{part}").to(self.wide) for part in ("fn", "base", "scale")
+        )
         n = h.shape[1]
         flat = h.flatten(1).to(self.wide)
         m = (flat @ fn.t()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
@@ -159,37 +180,52 @@ class TorchLayer(torch.nn.Module):
 
     def attention(self, x: Tensor, given: Inputs) -> Tensor:
         config = self.config
-        q = F.linear(self.norm(F.linear(x, self.wq_a), self.q_norm), self.wq_b)
+        q = self.linear(self.norm(self.linear(x, self.wq_a), self.q_norm), self.wq_b)
         q = self.rotate(q.unflatten(-1, (config.num_attention_heads, -1)), given.position)  # [T, H, C]
-        kv = self.rotate(self.norm(F.linear(x, self.wkv), self.kv_norm), given.position)
-        kv = qdq_fp8(kv.float()).to(self.dtype) if self.dtype != torch.float64 else qdq_fp8(kv).to(self.dtype)
+        kv = self.rotate(self.norm(self.linear(x, self.wkv), self.kv_norm), given.position)
+        kv = qdq_fp8(kv if self.dtype == torch.float64 else kv.float()).to(self.dtype)
         rows = torch.cat(
             (given.ring.to(self.dtype), kv.unsqueeze(1), given.rows.to(self.dtype)), 1
         )  # [T, L, C]
         scores = torch.bmm(q, rows.transpose(1, 2)).to(self.wide) * config.head_dim**-0.5
         highest = scores.amax(-1, keepdim=True)
         p = torch.exp(scores - highest)
-        total = p.sum(-1, keepdim=True) + torch.exp(self.sink[:, None] - highest)
+        total = p.sum(-1, keepdim=True) + torch.exp(self.sink.to(self.wide)[:, None] - highest)
         o = (torch.bmm(p.to(self.dtype), rows).to(self.wide) / total).to(self.dtype)
         o = self.rotate(o, given.position, inverse=True)
         groups = o.unflatten(1, (config.o_groups, -1)).flatten(2).transpose(0, 1)  # [G, T, heads a group * C]
-        u = torch.bmm(groups, self.wo_a.unflatten(0, (config.o_groups, -1)).transpose(1, 2))
-        return F.linear(u.transpose(0, 1).flatten(1), self.wo_b)
+        u = torch.bmm(groups, self.wo_a.to(self.dtype).unflatten(0, (config.o_groups, -1)).transpose(1, 2))
+        return self.linear(u.transpose(0, 1).flatten(1), self.wo_b)
 
     # experts
 
     def moe(self, x: Tensor) -> Tensor:
-        config, tokens = self.config, len(x)
-        scores = torch.sqrt(F.softplus(x.to(self.wide) @ self.gate.t() / config.gate_temp))
+        config = self.config
+        scores = torch.sqrt(F.softplus(x.to(self.wide) @ self.gate.to(self.wide).t() / config.gate_temp))
         chosen = torch.topk(scores + self.bias, self.top_k, sorted=False)[1]
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
+        run = self.grouped if self.experts == "grouped" else self.gathered
+        y = run(self.q8(x), chosen, weights)
+        z = self.activate(self.linear(x, self.shared_w13))
+        return (y.to(self.wide).sum(1) + self.linear(z, self.shared_w2).to(self.wide)).to(self.dtype)
+
+    def gathered(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[T, D] -> [T, K, D]"""
         flat = chosen.flatten()
         repeated = x.repeat_interleave(self.top_k, 0).unsqueeze(-1)
-        z = self.activate(torch.bmm(self.w13.index_select(0, flat), repeated).squeeze(-1), weights.flatten())
-        y = torch.bmm(self.w2.index_select(0, flat), z.unsqueeze(-1)).view(tokens, self.top_k, -1)
-        shared = F.linear(self.activate(F.linear(x, self.shared_w13)), self.shared_w2)
-        return (y.to(self.wide).sum(1) + shared.to(self.wide)).to(self.dtype)
+        both = torch.bmm(self.w13.index_select(0, flat).to(self.dtype), repeated).squeeze(-1)
+        z = self.q8(self.activate(both, weights.flatten())).unsqueeze(-1)
+        return torch.bmm(self.w2.index_select(0, flat).to(self.dtype), z).view(len(x), self.top_k, -1)
+
+    def grouped(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The same, each expert's matrix read once: bf16 on a GPU only."""
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, self.every_expert, right=True).to(torch.int32)
+        both = torch._grouped_mm(x[order // self.top_k], self.w13.transpose(1, 2), offs=ends)
+        z = self.q8(self.activate(both, weights.flatten()[order]))
+        y = torch._grouped_mm(z, self.w2.transpose(1, 2), offs=ends)
+        return torch.empty_like(y).index_copy_(0, order, y).view(len(x), self.top_k, -1)
 
     def activate(self, both: Tensor, weight: Tensor | None = None) -> Tensor:
         gate, up = both.to(self.wide).chunk(2, -1)
