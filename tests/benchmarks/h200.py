@@ -372,9 +372,8 @@ def main() -> None:
         torch.set_num_threads(1)
     began = time.perf_counter()
     config = load_config("flash").sliced((20, 21)) if CUDA else load_config("toy").sliced((5, 6))
-    config = replace(
-        config, engram_layer_ids=(), engram_num_embeddings=()
-    )  # neither layer has an n-gram memory
+    # neither layer has an n-gram memory, whose tables would not fit
+    config = replace(config, engram_layer_ids=(), engram_num_embeddings=())
     weights = DeviceWeights(config)
     bench = Bench(config, weights, options.batches, options.context)
     print(f"engine with {max(options.batches)} sequences: {time.perf_counter() - began:.0f} s", flush=True)
@@ -388,9 +387,7 @@ def main() -> None:
     for batch in options.batches:
         guarded("ours", [lambda role=role, batch=batch: ours(role, batch) for role in config.layers()])
         kinds = [k for k in options.peers if k != "compile" or batch == min(options.batches)]
-        guarded(
-            "peer", [lambda kind=kind: bench.peer(plain[bench.reuse.index], kind, batch) for kind in kinds]
-        )
+        guarded("peer", [lambda kind=kind, batch=batch: bench.peer(layer, kind, batch) for kind in kinds])
         print(f"batch {batch}: {time.perf_counter() - began:.0f} s", flush=True)
     if options.prefill:
         guarded("prefill", [lambda: bench.prefill(options.prefill)])
