@@ -140,5 +140,5 @@ COMPARED = tuple(tap.name for tap in LAYER_TAPS if tap.kind != "margin")
 
 def all_taps(config: Any) -> list[str]:
     """Every tap of the model that two engines are compared on, in dataflow order."""
-    first = [tap.name for tap in FIRST_TAPS] if config.engram_layer_ids else []
+    first = [tap.name for tap in FIRST_TAPS] if config.hashes_ngrams else []
     return [*first, *layer_taps(config, COMPARED), "final_collapsed", "final_normed", "logits"]

@@ -245,7 +245,7 @@ class OptimizedModel:
         return blocks
 
     def _hash(self, weights: Weights) -> Hash | None:
-        if not self.config.engram_layer_ids:
+        if not self.config.hashes_ngrams:
             return None
         constants, token_map = hash_constants(self.config), weights.token_map
         return Hash(

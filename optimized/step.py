@@ -205,7 +205,7 @@ def make_rows(
     used = {role.ratio for role in config.layers()}
     plain = seams.rope_frequencies(config, 0) if 0 in used else torch.zeros(half)
     compressed = seams.rope_frequencies(config, max(used)) if max(used) > 0 else torch.zeros(half)
-    lookback = config.engram_max_ngram_size if config.engram_layer_ids else 0
+    lookback = config.engram_max_ngram_size if config.hashes_ngrams else 0
     return Rows(
         table=ints(len(COLUMNS), t),
         frequencies=torch.stack((plain, compressed)).to(device),
@@ -216,7 +216,7 @@ def make_rows(
         window=w,
         ring_size=seams.ring_rows(w, pool.ring_spare),
         ngram_size=seams.ngram_rows(config.engram_max_ngram_size, pool.ring_spare)
-        if config.engram_layer_ids
+        if config.hashes_ngrams
         else 0,
         context=context,
         rope_cos=torch.zeros((kinds, t, half), device=device),

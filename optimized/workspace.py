@@ -133,7 +133,7 @@ def make_workspace(
     n, d, width, heads = c.hc_mult, c.hidden_size, c.head_dim, c.num_attention_heads
     low, grouped = c.q_lora_rank, c.o_groups * c.o_lora_rank
     hi, ci, k, inner = c.index_n_heads, c.index_head_dim, c.num_experts_per_tok, c.moe_intermediate_size
-    columns = c.engram_columns if c.engram_layer_ids else 0
+    columns = c.engram_columns if c.hashes_ngrams else 0
     engram_width, orders = columns * c.engram_head_dim, max(1, len(c.engram_layer_ids))
     rows = make_rows(config, pool, n_rows, context, addresses=plain)
 

@@ -180,6 +180,11 @@ class V41Config:
     # Engram
 
     @property
+    def hashes_ngrams(self) -> bool:
+        """Is a layer with an Engram present? A slice without one keeps no n-gram ids."""
+        return any(role.has_engram for role in self.layers())
+
+    @property
     def engram_primes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Hash moduli [layer in engram_layer_ids][order - 2][head]."""
         layers = len(self.engram_layer_ids)

@@ -99,7 +99,7 @@ class SequenceHistory:
     def logs(self) -> dict[str, tuple[RowLog, int]]:
         """Every log of the sequence, `L{i}.name`, with the number of rows that count."""
         named = {"token_ids": (self.token_ids, self.length)}
-        if self.config.engram_layer_ids:
+        if self.config.hashes_ngrams:
             named["compressed_ids"] = (self.compressed_ids, self.length)
         for index, layer in self.layers.items():
             named |= {f"L{index}.{name}": counted for name, counted in layer.logs(self.length).items()}

@@ -143,7 +143,7 @@ class Model:
             underfilled_selection=self.underfilled_selection,
             key_owner=history.last_key_owner if self.stale_index_k else None,
         )
-        if config.engram_layer_ids:
+        if config.hashes_ngrams:
             compressed_ids = torch.where(image, DEAD, self.weights.token_map[token_ids])
             history.compressed_ids.write(start, compressed_ids)
             pad = int(self.weights.token_map[config.engram_pad_token_id])

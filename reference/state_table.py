@@ -142,7 +142,7 @@ def _layer_kinds(
 
 
 def _model_kinds(config: V41Config, capacity: int, form: str, spare: int) -> Iterator[StateKind]:
-    if config.engram_layer_ids and set(config.engram_layer_ids) & set(config.layer_ids):
+    if config.hashes_ngrams:
         if form == "packed":
             rows = config.engram_max_ngram_size - 1 + spare
             yield StateKind("ngram", None, rows, (), torch.int32, "ring", spare, True, "n - 1 + R")

@@ -38,6 +38,8 @@ VARIANTS = {
         TOY, scoring_func="sigmoid", gate_temp=1.7, num_experts_per_tok=3, swiglu_limit=0.0
     ),
     "slice": TOY.sliced((1, 2, 3, 5, 7)),
+    "slice without an Engram": TOY.sliced((2, 3, 5)),
+    "window only": TOY.sliced((0,)),
     "no Engram, no YaRN": replace(
         TOY, engram_layer_ids=(), engram_num_embeddings=(), original_max_position_embeddings=0
     ),

@@ -159,6 +159,7 @@ def test_slice_keeps_layer_numbers_and_needs_its_sources():
     assert [role.index for role in part.layers()] == [1, 2, 3, 20, 21, 24]
     assert part.layer(24) == FLASH.layer(24) and part.engram_primes == FLASH.engram_primes
     assert part.draft_layers() == ()
+    assert part.hashes_ngrams and not FLASH.sliced((2, 3)).hashes_ngrams
     with pytest.raises(ConfigError, match="layer 20 too"):
         FLASH.sliced((1, 21))
     with pytest.raises(ConfigError, match="candidates"):
