@@ -22,6 +22,7 @@ from harness.checks._variants import with_ties
 from harness.operations import Operation
 
 NAME = "batch"
+MANY = 17  # one more than the bucket of 16
 
 
 class Batch:
@@ -69,6 +70,22 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
     for widths in ((1, 4, 2), (5, 1, 3), (2, 2, 8)):
         ragged.step(*zip("abc"[:count], widths, strict=False))
     yield ragged.scenario("newcomers beside decodes, ragged verifies")
+    twin = (ctx.tokens(1, "twin")[0],) * (2 * window + 3)  # equal keys, equal scores
+    operations = [
+        ops.open_("a", len(twin)),
+        ops.open_("b", len(twin)),
+        ops.step(("a", twin[:-3]), ("b", twin[:5])),
+    ]
+    operations += [ops.step(("b", twin[5:8]), ("a", twin[-3:])), ops.step(("b", twin[8:]))]
+    yield Scenario("one token over and over, in two sequences", tuple(operations), (twin,))
+    if most_rows(engine) >= MANY:
+        streams = {f"m{i}": stream(ctx, f"m{i}", 4) for i in range(MANY)}
+        operations = [ops.open_(name, 4) for name in streams]
+        for at in range(4):
+            members = list(streams.items())[: MANY - at]
+            operations.append(ops.step(*((name, tokens[at : at + 1]) for name, tokens in members)))
+        truths = tuple(streams.values())
+        yield Scenario(f"{MANY} sequences", tuple(operations), truths, {"max_sequences": MANY}, optional=True)
 
 
 def run(ctx: CheckContext) -> CheckResult:

@@ -26,6 +26,8 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
     window, a = config.sliding_window, stream(ctx, "a")
     first = [2 * window + 1, window, 1, window + 3]
     lengths = [n for n in dict.fromkeys([*first, *boundaries(config)]) if n + 2 * AFTER <= count]
+    if "rollback" not in ctx.engine().declines():
+        yield rewound(ctx)
     for i, n in enumerate(lengths):
         b, c = (a[:n] + other(ctx, a[n : n + 2 * AFTER], k) for k in (1, 2))
         operations = [ops.open_("a", count), ops.step(("a", a[:n])), ops.branch("a", "b")]
@@ -39,6 +41,27 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
         ]
         operations += chunked("b", b[n + AFTER :], 1)
         yield Scenario(f"branched at {n}", tuple(operations), (a, b, c), must=i < len(first))
+
+
+def rewound(ctx: CheckContext) -> Scenario:
+    """The parent goes back behind the branch and writes there again; the child must not notice."""
+    count, n = horizon(ctx.config), 2 * ctx.config.sliding_window + 1
+    back = min(3, ctx.engine().max_rollback)
+    a = stream(ctx, "a")
+    b = a[: n - back] + other(ctx, a[n - back : n + 4])
+    operations = [
+        ops.open_("a", count),
+        ops.step(("a", a[:n])),
+        ops.branch("a", "c"),
+        ops.rollback("a", n - back),
+    ]
+    operations += [
+        ops.step(("a", b[n - back : n + 2])),
+        ops.step(("c", a[n : n + 1])),
+        ops.step(("a", b[n + 2 : n + 4])),
+    ]
+    operations += chunked("c", a[n + 1 : n + 4], 1)
+    return Scenario("the parent rewound behind its branch", tuple(operations), (a, b))
 
 
 def run(ctx: CheckContext) -> CheckResult:

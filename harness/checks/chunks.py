@@ -38,6 +38,9 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
         yield Scenario(f"chunks of {size}", (begin, *chunked("a", a, size)), (a,))
     for edge in boundaries(ctx.config, count - 1):
         yield Scenario(f"cut before {edge}", (begin, *cut(a, [edge])), (a,))
+    long = stream(ctx, "a", 3 * count)
+    edges = [2 * count + 2, 2 * count + 3, 2 * count + 4, 3 * count - 3]
+    yield Scenario(f"{3 * count} tokens", (ops.open_("a", 3 * count), *cut(long, edges)), (long,))
     draws = ctx.rng("splits")
     for _ in range(RANDOM_SPLITS):
         edges = sorted(int(e) for e in draws.integers(1, count, size=int(draws.integers(2, 9))))

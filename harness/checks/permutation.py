@@ -35,9 +35,13 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
         *chunked("b", b[count // 2 :], 1),
     ]
     yield Scenario("sequences in the holes that others left", tuple(operations), (a, b))
-    operations = [ops.open_(name, PAGE) for name in fillers[:-1]]
-    operations += [ops.open_("a", count), *chunked("a", a, 9)]
-    yield Scenario("a sequence in the last slot", tuple(operations), (a,))
+    names, first = "abcdefgh"[:slots], ctx.config.sliding_window + 3
+    operations = [
+        ops.open_(name, count) for name in names
+    ]  # whichever slot is the last one, somebody is in it
+    operations += [ops.step((name, stream(ctx, name)[:first])) for name in names]
+    operations += [ops.step((name, stream(ctx, name)[first : first + 2])) for name in reversed(names)]
+    yield Scenario("every slot at once", tuple(operations), tuple(stream(ctx, name) for name in names))
     for page in (2, 6, 48):
         operations = [ops.open_("b", page), ops.open_("a", count), ops.close("b"), *chunked("a", a, 11)]
         yield Scenario(

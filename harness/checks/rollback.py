@@ -99,12 +99,50 @@ def single(ctx: CheckContext, a: tuple[int, ...], widest: int) -> Iterator[Scena
             *chunked("a", a[start - limit + 2 : start + 2], 1),
         ]
         yield Scenario("beyond the declared limit, then within it", tuple(operations), (a,))
+    if limit + 3 < window * 4 and 3 * window + limit < count:
+        wide, start = limit + 3, window + 2
+        operations = [ends, ops.step(("a", a[:start])), *verify(ctx, "a", a, start, wide, 3)]
+        operations += chunked("a", a[start + 3 : start + 7], 1)
+        yield Scenario(f"{wide} drafts, as many dropped as can be", tuple(operations), (a,))
+    start = window + 1
+    operations = [
+        ends,
+        ops.step(("a", a[:start])),
+        ops.rollback("a", start),
+        *chunked("a", a[start : start + 3], 1),
+    ]
+    yield Scenario("nothing dropped", tuple(operations), (a,))
+    if "multi_sequence" not in ctx.engine().declines():
+        yield together(ctx, widest)
     ahead = ops.expecting(ops.rollback("a", 6), "RollbackError")
     operations = [ends, ops.step(("a", a[:5])), ahead, *chunked("a", a[5:8], 1)]
     yield Scenario("to a length that was never reached", tuple(operations), (a,))
     back = min(widest, 5)
     operations = [ends, ops.step(("a", a[:back])), ops.rollback("a", 0), *chunked("a", a[: back + 2], 1)]
     yield Scenario("to nothing", tuple(operations), (a,))
+
+
+def together(ctx: CheckContext, widest: int) -> Scenario:
+    """Three sequences verified in one step, each with its own width and its own accepted count."""
+    names, window = "abc", ctx.config.sliding_window
+    streams = {name: stream(ctx, name) for name in names}
+    at = {"a": window + 1, "b": 3, "c": 2 * window - 2}
+    operations = [ops.open_(name, horizon(ctx.config)) for name in names]
+    operations.append(ops.step(*((name, streams[name][: at[name]]) for name in names)))
+    for plan in (((4, 1), (2, 0), (3, 3)), ((1, 0), (5, 3), (4, 0)), ((3, 2), (3, 1), (2, 1))):
+        drafts, drops = [], []
+        for name, (width, accepted) in zip(names, plan, strict=True):
+            width, accepted = min(width, widest), min(accepted, widest)
+            verified = verify(ctx, name, streams[name], at[name], width, accepted)
+            drafts.append(verified[0].runs[0])
+            drops += verified[1:]
+            at[name] += accepted
+        operations += [ops.step(*drafts), *drops]
+        operations.append(
+            ops.step(*((name, streams[name][at[name] : at[name] + 1]) for name in reversed(names)))
+        )
+        at = {name: place + 1 for name, place in at.items()}
+    return Scenario("three sequences verified together", tuple(operations), tuple(streams.values()))
 
 
 def run(ctx: CheckContext) -> CheckResult:

@@ -107,6 +107,20 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
         ]
         operations += [ops.rollback("b", n + 1), *chunked("b", a[n + 1 : n + 4], 1)]
         yield Scenario("a verify right after a restore, rejected", tuple(operations), (a,))
+        n = 2 * window - 1
+        operations = [
+            ops.open_("a", count),
+            ops.step(("a", a[: n - 1])),
+            ops.step(("a", other(ctx, a[n - 1 : n + 4]))),
+        ]
+        operations += [
+            ops.rollback("a", n - 1),
+            ops.step(("a", a[n - 1 : n])),
+            ops.snapshot("a", "s"),
+            ops.close("a"),
+        ]
+        operations += [ops.restore("b", "s", n + 3), *chunked("b", a[n : n + 3], 1)]
+        yield Scenario("a snapshot after a rejected verify, into just enough room", tuple(operations), (a,))
     for n in range(1, last + 1):
         if n not in edges:
             yield round_trip(ctx, n, must=False)
