@@ -2,13 +2,11 @@
 experts in banks.
 
     Weight.codes, Weight.scale   what a kernel reads: fp8 e4m3 + one e8m0 byte a 32x32 tile, fp4 pairs + one
-                                 e8m0 byte for a row
-                                 and 32 columns, bf16, or fp32
+                                 e8m0 byte for a row and 32 columns, bf16, or fp32
     Weight.dense                 float64 [E or 1, K, N'] for the plain-torch ops: decoding is exact, and a
-                                 product accumulated in
-                                 float64 and rounded once depends on no order.  A single matrix has a
-                                 leading 1. N' = N rounded up to 8: a row of the product then starts at a
-                                 64-byte boundary whatever its index, which keeps its bits
+                                 product accumulated in float64 and rounded once depends on no order.  A
+                                 single matrix has a leading 1.  N' = N rounded up to 8: a row of the product
+                                 then starts at a 64-byte boundary whatever its index, which keeps its bits
 
 `wqa_kv` joins wq_a and wkv (both read the attention input), `kv_gate` joins compressor.wkv and wgate, `w13`
 joins w1 and w3.

@@ -2,7 +2,8 @@
 
     list of a query = W window places, oldest first, then topk selected rows; absent places score -inf
     online softmax over blocks of 64 places in list order: fp32 denominator, bf16(p) in the product with the
-    values o = inverse rotation of bf16(accumulator / (denominator + exp(sink - maximum)))
+    values
+    o = inverse rotation of bf16(accumulator / (denominator + exp(sink - maximum)))
 
 A window place is read from this step's rows or from the ring, a selected one from the latent pages; all
 decode exactly.

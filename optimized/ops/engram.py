@@ -1,9 +1,11 @@
 """Engram on the device: hash, gather, gate (reference/engram.py; numeric contract, section 6).
 
-c[t] = token_map[token], DEAD = -1 for an image token;  lookback k reads this step's ids or the ring of
-the last ids rolling_0 = token_0 m_0;  rolling_i = rolling_(i-1) xor token_i m_i;  row = offset +
-rolling_i mod prime(i, head) h[c] = bf16(h[c] + gate[c] value), gate = sigmoid(copysign(sqrt(max(|dot|,
-1e-6)), dot)), 0 for an image token
+c[t]      = token_map[token], DEAD = -1 for an image token
+token_k   = c[t-k] from this step's ids or the ring of the last ids, pad from the first dead or absent one on
+rolling_0 = token_0 m_0;  rolling_i = rolling_(i-1) xor token_i m_i
+row       = offset(i, head) + rolling_i mod prime(i, head)
+h[c]      = bf16(h[c] + gate[c] value)
+gate[c]   = sigmoid(copysign(sqrt(max(|dot[c]|, 1e-6)), dot[c])), 0 for an image token
 """
 
 from __future__ import annotations

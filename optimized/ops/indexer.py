@@ -1,10 +1,11 @@
 """Index query, scores from packed keys, candidate blocks and the selection (reference/indexer.py; contract,
 section 10).
 
-    iq     = Q4i(rotate(wq_b qr))
-    score  = bf16(sum_h bf16(relu(bf16(iq_h . key_j)) w_h)),  -inf from row `visible` on blocks = the
-    topk_blocks best blocks by their best row, the newest visible row's block always, none without a finite
-    score selection = the topk best rows (score down, position up), ids ascending, -1 at the end
+    iq        = Q4i(rotate(wq_b qr))
+    score     = bf16(sum_h bf16(relu(bf16(iq_h . key_j)) w_h)),  -inf from row `visible` on
+    blocks    = the topk_blocks best blocks by their best row, the newest visible row's block always, none
+                without a finite score
+    selection = the topk best rows (score down, position up), ids ascending, -1 at the end
 
 Scores have 8 significant bits, so equal ones are common: a stable sort gives them to the lowest position.
 """

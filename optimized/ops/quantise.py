@@ -5,8 +5,7 @@ section 2).
     Q4i   groups of 32   s = p2ceil(max(amax, 6 * 2^-126) * fp32(1/6))    e2m1 pairs, e8m0 bytes
     Q4c   groups of 16   s = e4m3(max(amax, 6 * 2^-9) / 6)                e2m1 pairs, e4m3 bytes
 
-A group with a NaN or an infinity gets a
-NaN scale and decodes to NaN as a whole.
+A group with a NaN or an infinity gets a NaN scale and decodes to NaN as a whole.
 """
 
 from __future__ import annotations
