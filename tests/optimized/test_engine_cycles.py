@@ -48,7 +48,12 @@ def live_tensor_bytes() -> int:
 
 def run_cycles(engine: OptimizedEngine, count: int, seed: int = 0) -> None:
     rng = random.Random(seed)
-    for _ in range(8):  # every bucket's workspace and graph exists from here on
+    # every workspace and graph that a cycle can ask for exists from here on: prompts of 1 to 4 rows, replays of 2
+    for rows in range(1, 5):
+        sequence = engine.open(16)
+        step(engine, [(sequence, IDS[:rows])])
+        engine.close(sequence)
+    for _ in range(8):
         cycle(engine, rng)
     baseline, tensors = books(engine), live_tensor_bytes()
     halfway = 0
