@@ -338,7 +338,9 @@ def weight_tensors(config: Any, weights: Any, form: str) -> dict[str, Tensor]:
     tensors = {"token_map": weights.token_map.to(torch.int64)}
     for name in specs:
         if form == "storage":
-            tensors[name] = weights[name]
+            value = weights[name]
+            # e8m0 travels as its exponent bytes: not every safetensors reader knows the type
+            tensors[name] = value.view(torch.uint8) if value.dtype == torch.float8_e8m0fnu else value
         elif not name.endswith(".scale"):
             tensors[name] = dense(weights, name, f"{name.removesuffix('.weight')}.scale" in specs)
     return tensors

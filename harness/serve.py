@@ -17,7 +17,7 @@ from harness import wire
 from harness.engine import Engine, Run, load_engine
 from reference.config import V41Config
 from reference.errors import ConfigError, DSV41Error
-from reference.weights import DictWeights
+from reference.weights import DictWeights, tensor_specs
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 
@@ -49,7 +49,13 @@ class Server:
     def on_weights(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Answer:
         if self.config is None:
             raise ConfigError(field="verb", expected="hello first", actual="weights")
-        named = dict(tensors)
+        specs = tensor_specs(self.config)
+        named = {
+            name: value.view(specs[name].dtype)
+            if name in specs and specs[name].dtype == torch.float8_e8m0fnu
+            else value
+            for name, value in tensors.items()
+        }
         weights = DictWeights(self.config, named, named.pop("token_map"))
         engine = self.engine = load_engine(self.name, self.config, weights, **self.options)
         about = {
