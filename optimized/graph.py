@@ -38,6 +38,8 @@ class StepHooks(Protocol):
 
 
 class Graph(Protocol):
+    """A captured step: how many launches, and run them all again over the buffers' present contents."""
+
     @property
     def nodes(self) -> int: ...
 
@@ -78,6 +80,7 @@ class CaptureFaults:
     times: int = 0
 
     def arm(self, stage: str, times: int = 1) -> None:
+        """Let the next `times` captures fail at a stage. Raises ConfigError for one that doesn't exist."""
         if stage not in CAPTURE_STAGES:
             raise ConfigError(
                 field="stage",
@@ -88,12 +91,14 @@ class CaptureFaults:
         self.stage, self.times = stage, times
 
     def due(self, stage: str) -> bool:
+        """Is a failure wanted here? Uses one up."""
         if self.stage != stage or self.times == 0:
             return False
         self.times -= 1
         return True
 
     def visit(self, stage: str) -> None:
+        """A stage is reached: raises CaptureError if it is to fail."""
         if self.due(stage):
             raise CaptureError(
                 field=f"capture {stage}",
@@ -105,6 +110,8 @@ class CaptureFaults:
 
 @dataclass
 class GraphStats:
+    """Counts since the engine was made: graphs, steps by graph and without, hook calls by hook."""
+
     captures: int = 0
     failed_captures: int = 0
     replays: int = 0

@@ -65,6 +65,7 @@ class Inspection:
 
     @property
     def graph_counters(self) -> dict[str, int]:
+        """Captures, failed captures, replayed and eager steps since the start, and calls of each hook."""
         stats = self.model.runner.stats
         return {
             "captured": stats.captures,
@@ -82,10 +83,8 @@ class Inspection:
     # where things lie
 
     def slot_of(self, sequence: Hashable) -> int:
+        """The slot that a live sequence holds. Raises StateError for any other handle."""
         return self.pool.tenant(sequence).slot
-
-    def pages_of(self, sequence: Hashable) -> tuple[int, ...]:
-        return tuple(self.pool.tenant(sequence).pages)
 
     def dump_state(self) -> dict[str, Tensor]:
         """Copies of every buffer: [slots or pages (the dump unit last), rows, ...], and the page table."""

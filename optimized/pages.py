@@ -37,6 +37,7 @@ class AllocationFaults:
         self.count, self.fail_at = 0, fail_at
 
     def visit(self, what: str) -> None:
+        """One allocation is about to happen. Raises AllocationError if it is the one to fail."""
         self.count += 1
         if self.hook is not None:
             self.hook(f"alloc.{what}")
@@ -83,6 +84,7 @@ class IdAllocator:
         return sum(1 for n in self.references if n > 1)
 
     def free_ids(self) -> list[int]:
+        """Ids that nobody holds, the next one to be handed out last."""
         return list(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -108,13 +110,15 @@ class IdAllocator:
         return taken
 
     def share(self, ids: Iterable[int]) -> None:
+        """One reference more each. Raises StateError, nothing changed, for an id that nobody holds."""
         ids = list(ids)
         self._check_held(ids)
         for i in ids:
             self.references[i] += 1
 
     def release(self, ids: Iterable[int]) -> list[int]:
-        """Drop one reference each; returns the ids that became free."""
+        """Drop one reference each; returns the ids that became free. Raises StateError, nothing changed, for an
+        id with fewer references than are to be dropped."""
         ids = list(ids)
         self._check_held(ids)
         freed = []

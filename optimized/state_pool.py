@@ -115,6 +115,7 @@ class StatePool:
         return {s.layer: s.tensor for s in self.stores if s.kind == kind and s.layer is not None}
 
     def store(self, name: str) -> Store:
+        """The buffer of a name such as L2.latent or ngram."""
         return next(s for s in self.stores if s.name == name)
 
     # life cycle
@@ -179,6 +180,7 @@ class StatePool:
         return [rings.index_select(1, index) for rings in self._rings]
 
     def put_rings(self, slots: Sequence[int], copies: Sequence[Tensor]) -> None:
+        """What copy_rings gave, into the ring stores of these slots."""
         index = torch.tensor(slots, dtype=torch.int64, device=self.device)
         for rings, copy in zip(self._rings, copies, strict=True):
             rings.index_copy_(1, index, copy)
@@ -202,6 +204,7 @@ class StatePool:
         return tenant
 
     def write_page_table(self, tenant: Tenant) -> None:
+        """The sequence's pages into its slot's row, the dump page into the columns beyond."""
         row = torch.full((self.max_pages,), self.dump_page, dtype=torch.int32)
         row[: len(tenant.pages)] = torch.tensor(tenant.pages, dtype=torch.int32)
         self.page_table[tenant.slot].copy_(row)

@@ -42,6 +42,7 @@ class Weight:
 
     @property
     def quantized(self) -> bool:
+        """Does its product take Q8 of the input?"""
         return self.kind in ("fp8", "fp4")
 
     @property
@@ -146,6 +147,8 @@ class Site:
 
 @dataclass(frozen=True)
 class EngramWeights:
+    """One Engram: table rows, wkv [(N+1) * D, columns * width]."""
+
     table: Table
     wkv: Weight
     qk: Tensor  # f32 [N, D] q_weight * k_weight: only their product is used
@@ -163,12 +166,16 @@ class CompressorWeights:
 
 @dataclass(frozen=True)
 class IndexerWeights:
+    """wq_b [Hi * Ci, q_lora], weights_proj [Hi, D]."""
+
     wq_b: Weight
     weights_proj: Weight
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
+    """wqa_kv [q_lora + C, D], wq_b [H * C, q_lora], wo_b [D, G * o_lora], attn_sink f32 [H]; norms f32."""
+
     wqa_kv: Weight
     q_norm: Tensor
     kv_norm: Tensor
@@ -195,6 +202,8 @@ class MoeWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
+    """Everything that one block reads."""
+
     engram: EngramWeights | None
     hc_attn: Site
     attn: AttentionWeights

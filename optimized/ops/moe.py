@@ -134,6 +134,7 @@ def moe_combine(out: Tensor, ye: Tensor, moe_idx: Tensor, *, scratch: Any = None
 
 
 def expert_scores(logits: Tensor, scoring: str) -> Tensor:
+    """logits f32 [T, E], after the temperature -> unbiased scores f32 [T, E]."""
     if scoring == "sqrtsoftplus":
         softplus = logits.clamp_max(LINEAR_ABOVE).exp_().log1p_()
         return torch.where(logits > const(LINEAR_ABOVE), logits, softplus).sqrt_()
