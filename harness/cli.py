@@ -158,6 +158,18 @@ def list_engines(config: Config = "toy") -> None:
     raise typer.Exit(commands.engines(config=config, console=terminal.console()))
 
 
+@app.command("serve")
+def serve_engine(
+    engine: Annotated[
+        str, typer.Argument(help="reference, optimized or package.module:factory.")
+    ] = "optimized",
+) -> None:
+    """An engine behind standard input and output: the other end of `--remote` (harness/PROTOCOL.md)."""
+    from harness.serve import serve
+
+    serve(engine, sys.stdin.buffer, sys.stdout.buffer)
+
+
 def engine_option(text: str) -> tuple[str, Any]:
     """`max_sequences=4` -> ("max_sequences", 4); values are JSON, anything else is text."""
     key, equals, value = text.partition("=")
