@@ -499,7 +499,7 @@ def replay_operations(ctx: CheckContext, operations: list[Operation], finding: F
     where = dict(failure.where)
     details = {**finding.details, **where.pop("details", {})}
     places = ("sequence", "position", "layer", "tap", "expected", "actual", "limit")
-    seen = {key: where.get(key) for key in places}
+    seen: dict[str, Any] = {key: where.get(key) for key in places}
     return replace(finding, message=failure.message, detector=failure.detector, details=details, **seen)
 
 

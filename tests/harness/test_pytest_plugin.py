@@ -31,9 +31,12 @@ def repository(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], ElementTree.Element]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    path = f"{ROOT}{os.pathsep}{folder}"
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     plain = [sys.executable, "-m", "pytest", "-q", "-p", "harness.pytest_plugin", "--junitxml", "report.xml"]
-    done = subprocess.run([*plain, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*plain, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     return done, ElementTree.parse(folder / "report.xml").getroot()
 
 
@@ -43,7 +46,9 @@ def test_without_the_option_nothing_happens(repository):
 
 
 def test_a_right_engine_passes_beside_their_own_tests(repository):
-    done, report = run(repository, "--dsv41-engine", "their_engine:right", "--dsv41-checks", "interleave,graphs")
+    done, report = run(
+        repository, "--dsv41-engine", "their_engine:right", "--dsv41-checks", "interleave,graphs"
+    )
     assert done.returncode == 0, done.stdout
     names = {case.get("name") for case in report.findall(".//testcase")}
     assert names == {"test_their_own", "interleave", "graphs"}

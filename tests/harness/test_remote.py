@@ -19,8 +19,8 @@ from harness.observed import observe
 from reference.errors import CapacityError, ConfigError, SnapshotError, StateError
 
 EXAMPLE = shlex.join([sys.executable, str(Path(__file__).with_name("example_engine.py"))])
-SERVE = "import sys; from harness.serve import serve; serve('optimized', sys.stdin.buffer, sys.stdout.buffer)"
-SERVER = shlex.join([sys.executable, "-c", SERVE])
+SERVE = "from harness.cli import main; main()"
+SERVER = shlex.join([sys.executable, "-c", SERVE, "serve", "optimized"])
 
 
 def remote(toy: CheckContext, fault: str | None = None, **options):
