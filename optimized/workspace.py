@@ -18,6 +18,7 @@ from optimized.step import Rows, make_rows
 from reference.config import V41Config
 
 BF16, F32, I64, U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
+NO_ID = -(2**31)  # no token, row or expert
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -93,12 +94,18 @@ class Workspace:
         return self.taps[key]
 
     def poison(self) -> None:
-        """NaN bytes into every buffer of values: a reader of what this step hasn't written shows."""
+        """NaN bytes into every buffer of values, ids of nothing into those of ids: a reader of what this step
+        hasn't written shows. A kernel's own counters in `scratch` stay, they count from what they left."""
+        kept = {t.data_ptr() for t in self.scratch.values()}
         for tensor in self._buffers():
-            if tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool:
+            if tensor.dtype is torch.bool:
+                tensor.fill_(True)
+            elif tensor.dtype.itemsize == 1:
                 tensor.view(U8).fill_(0xFF)
             elif tensor.dtype.is_floating_point:
                 tensor.fill_(torch.nan)
+            elif tensor.data_ptr() not in kept:
+                tensor.fill_(NO_ID)
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self._buffers())

@@ -9,6 +9,7 @@ from optimized import model as model_module
 from optimized.model import OptimizedModel
 from optimized.state_pool import StatePool
 from optimized.weights import Weight, expert, stack
+from optimized.workspace import NO_ID
 from reference.config import LayerRole
 from reference.errors import ConfigError, InputError, WeightsError
 from reference.linear import Linear
@@ -34,6 +35,20 @@ def test_poison_in_the_workspace_between_steps_changes_no_bit() -> None:
         assert torch.equal(
             plain.step([run(0, start, count)]).logits, poisoned.step([run(0, start, count)]).logits
         )
+
+
+@pytest.mark.parametrize("op", ["grouped_out", "attn_prep", "hc_collapse", "expert_up", "select"])
+@pytest.mark.parametrize("poison", [False, True])
+def test_what_a_launch_leaves_unwritten_shows_in_poison(op: str, poison: bool) -> None:
+    model = new_model(poison=poison)
+    model.step([run(0, 0, 9)])
+    whole = new_model().step([run(0, 0, 18)]).logits[9:]
+    with model.ops.replaced(op, lambda *args, **constants: None):
+        logits = model.step([run(0, 9, 9)]).logits
+    # the last step's rows look right without it; an absent selection is a number, the others are none
+    assert not torch.equal(logits, whole) and bool(logits.isnan().any()) == (poison and op != "select")
+    ids = model.workspace(9, 96).selection
+    assert bool((ids == NO_ID).all()) == (poison and op == "select")
 
 
 def test_workspaces_are_dropped_least_recently_used_first_but_never_under_a_graph(
