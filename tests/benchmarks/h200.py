@@ -384,15 +384,22 @@ def main() -> None:
         bench.ours(role, batch, bench.check_ours(role, plain[role.index], batch))
 
     layer = plain[bench.reuse.index]
+
+    def save(what: str) -> None:
+        write_run(options.out, bench.records, device=DEVICE, note=options.note)
+        print(f"{what}: {len(bench.records)} records, {time.perf_counter() - began:.0f} s", flush=True)
+
     for batch in options.batches:
         guarded("ours", [lambda role=role, batch=batch: ours(role, batch) for role in config.layers()])
-        kinds = [k for k in options.peers if k != "compile" or batch == min(options.batches)]
-        guarded("peer", [lambda kind=kind, batch=batch: bench.peer(layer, kind, batch) for kind in kinds])
-        print(f"batch {batch}: {time.perf_counter() - began:.0f} s", flush=True)
+        if "eager" in options.peers:
+            guarded("peer", [lambda batch=batch: bench.peer(layer, "eager", batch)])
+        save(f"batch {batch}")
     if options.prefill:
         guarded("prefill", [lambda: bench.prefill(options.prefill)])
-    write_run(options.out, bench.records, device=DEVICE, note=options.note)
-    print(f"{options.out}: {len(bench.records)} records, {time.perf_counter() - began:.0f} s")
+        save("prefill")
+    if "compile" in options.peers:  # minutes of compiling, so last
+        guarded("compiled peer", [lambda: bench.peer(layer, "compile", min(options.batches))])
+        save("compiled peer")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,17 @@ class Inputs:
         return Inputs(*moved, self.position)
 
 
+def fp8(x: Tensor) -> Tensor:
+    """Rounded to e4m3 with a power of two for 32 neighbours. Constants are scalars, so that a graph can capture it."""
+    if x.dtype == torch.float64:
+        return qdq_fp8(x)
+    groups = x.float().unflatten(-1, (-1, 32))
+    bits = (groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) * (1 / 448)).view(torch.int32)
+    power = ((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32) << 23).view(torch.float32)
+    codes = (groups / power).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (codes.float() * power).flatten(-2).to(x.dtype)
+
+
 class TorchLayer(torch.nn.Module):
     """Layer `index` in plain torch. Every expert is resident: the weights of all are stacked."""
 
@@ -98,7 +109,7 @@ class TorchLayer(torch.nn.Module):
         return F.linear(self.q8(x) if quantised else x, weight.to(self.dtype))
 
     def q8(self, x: Tensor) -> Tensor:
-        return qdq_fp8(x.float()).to(x.dtype) if self.quantise else x
+        return fp8(x) if self.quantise else x
 
     @property
     def wide(self) -> torch.dtype:
@@ -183,7 +194,7 @@ class TorchLayer(torch.nn.Module):
         q = self.linear(self.norm(self.linear(x, self.wq_a), self.q_norm), self.wq_b)
         q = self.rotate(q.unflatten(-1, (config.num_attention_heads, -1)), given.position)  # [T, H, C]
         kv = self.rotate(self.norm(self.linear(x, self.wkv), self.kv_norm), given.position)
-        kv = qdq_fp8(kv if self.dtype == torch.float64 else kv.float()).to(self.dtype)
+        kv = fp8(kv)
         rows = torch.cat(
             (given.ring.to(self.dtype), kv.unsqueeze(1), given.rows.to(self.dtype)), 1
         )  # [T, L, C]

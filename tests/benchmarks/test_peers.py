@@ -14,10 +14,11 @@ import torch
 
 from reference.config import load_config
 from reference.engine import ReferenceEngine, Run
+from reference.quantize import qdq_fp8
 from reference.random_weights import RandomWeights
 from reports.roofline import Step, layer_costs
 from tests.benchmarks.conftest import device_name
-from tests.benchmarks.peers import Inputs, TorchLayer, update_error
+from tests.benchmarks.peers import Inputs, TorchLayer, fp8, update_error
 
 LAYER, CONTEXT = 3, 40
 # bf16 arithmetic rounds each of a dozen steps to 2^-9: twice the reference's own release error is let pass
@@ -85,6 +86,12 @@ def test_peer_layer_is_the_layer():
     for form in ("eager", "scalars"):
         layer = TorchLayer(CONFIG, LAYER, WEIGHTS, dtype=torch.float64, form=form)
         assert update_error(layer(given)[0], out, given.stream).max() < 1e-9
+
+
+def test_fp8_rounding_is_the_reference_s():
+    x = torch.randn(64, 96) * torch.logspace(-6, 3, 64).unsqueeze(1)
+    assert torch.equal(fp8(x), qdq_fp8(x))
+    assert torch.equal(fp8(x.bfloat16()).float(), qdq_fp8(x.bfloat16().float()))
 
 
 def test_a_wrong_peer_fails_its_check():
