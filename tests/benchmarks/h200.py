@@ -1,6 +1,6 @@
 """One run at released widths: our whole layer and the plain-torch peers, in one process, each behind its check.
 
-    python -m tests.benchmarks.h200 --out FILE [--batches 1 8 64] [--contexts 4096] [--peers eager compile] [--prefill]
+    python -m tests.benchmarks.h200 --out FILE [--batches 1 8 64] [--contexts 4096] [--peers eager liger compile] [--prefill]
 
 Layers 20 (full-context index source, ratio 1) and 21 (reuse) of the released configuration, all 384 experts, weights
 drawn on the device. Our launches of one layer are captured in one CUDA graph and replays are timed by events. Without a
@@ -306,6 +306,46 @@ class Bench:
                  backend="torch", nodes=kernels(lambda: call(given)), mode="graph" if kind == "eager" else "compile",
                  format="bf16", comparable=False, note=f"{NOTE}; {layer.experts} experts")  # fmt: skip
 
+    def liger(self, layer: TorchLayer, batch: int) -> None:
+        """liger-kernel's hyper-connections: coefficients, collapse and expand of both sites."""
+        try:
+            from liger_kernel.ops import mhc
+        except ImportError as error:
+            print(f"peer liger skipped: {error}", flush=True)
+            return
+        given, _, _ = self.inputs(self.reuse, batch)
+        h, eps = given.stream, (20, 1e-20, 1e-6, 1e-6, 2.0)
+        y = torch.randn_like(h[:, 0])
+        sites = []
+        for site in ("attn", "ffn"):
+            fn, base, scale = (getattr(layer, f"hc_{site}_{part}") for part in ("fn", "base", "scale"))
+            sites.append((fn.t().contiguous(), base, *(s.clone() for s in scale)))
+
+        def one(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            pre, post, comb = mhc.LigerMHCCoeffsFunction.apply(h, *weights, True, *eps)
+            x = mhc.LigerMHCPreFunction.apply(h, pre)
+            return pre, post, comb, x, mhc.LigerMHCPostResFunction.apply(h, y, post, comb)
+
+        exact = layer.mix(h, "attn")
+        found = one(sites[0])
+        errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(found[:3], exact, strict=True)]
+        names = ("pre", "post", "comb")
+        check = {
+            "passed": max(errors) <= 2.0**-7,
+            "check": "pre, post and comb of one site against plain torch in fp32",
+            "detail": dict(zip(names, errors, strict=True)),
+        }
+        samples, _ = timed(lambda: [one(weights) for weights in sites])
+        parts = [
+            p for p in layer_costs(self.config, self.reuse, Step(batch)) if p.name == "hyper_connections"
+        ]
+        note = (
+            "collapses with its own pre mix, expands over the other index of comb; coefficients are the same"
+        )
+        self.add("op.hyper_connections", "peer.liger", samples, parts, check, self.reuse, batch, 1, 0,
+                 backend="triton", nodes=kernels(lambda: [one(w) for w in sites]), mode="graph", format="fp32",
+                 comparable=False, note=note)  # fmt: skip
+
     def prefill(self, tokens: int) -> None:
         """One chunk of `tokens` from an empty sequence; checked by its last row, which decode must give bit for bit."""
         ids, name = self.tokens(tokens), f"L{self.reuse.index}.stream"
@@ -393,6 +433,8 @@ def main() -> None:
         guarded("ours", [lambda role=role, batch=batch: ours(role, batch) for role in config.layers()])
         if "eager" in options.peers:
             guarded("peer", [lambda batch=batch: bench.peer(layer, "eager", batch)])
+        if "liger" in options.peers:
+            guarded("liger", [lambda batch=batch: bench.liger(layer, batch)])
         save(f"batch {batch}")
     if options.prefill:
         guarded("prefill", [lambda: bench.prefill(options.prefill)])
