@@ -1,6 +1,6 @@
 """One run at released widths: our whole layer and the plain-torch peers, in one process, each behind its check.
 
-    python -m tests.benchmarks.h200 --out FILE [--batches 1 8 64] [--contexts 4096] [--peers eager liger compile] [--prefill]
+    python -m tests.benchmarks.h200 --out FILE [--batches 1 8 64] [--context 4096] [--peers eager liger compile] ...
 
 Layers 20 (full-context index source, ratio 1) and 21 (reuse) of the released configuration, all 384 experts, weights
 drawn on the device. Our launches of one layer are captured in one CUDA graph and replays are timed by events. Without a
