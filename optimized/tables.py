@@ -100,13 +100,13 @@ def row_warps(width: int) -> int:
     return max(1, min(8, width // 512))
 
 
-def attention(width: int, rows: int) -> tuple[int, int, int]:
+def attention(width: int) -> tuple[int, int, int]:
     """(channel pairs of a step of the scores, channel pairs of a slice of the values, warps).
 
-    The slice may follow the number of rows: channels don't meet.  The step and the warps may not.
+    None may follow the number of rows: a softmax's sum has the order of its tile's layout.
     """
     half = width // 2
-    return min(64, half), min(half, 32 if rows < 128 else 64), 4
+    return min(64, half), min(32, half), 4
 
 
 SCORE_KEYS = 128  # index keys of one program

@@ -258,7 +258,7 @@ def sparse_attention(
         rows.window_ring if sel_row is None else sel_row,
     )  # fmt: skip
     hp = max(16, triton.next_power_of_2(H))
-    pc, slice_pairs, warps = tables.attention(C, T)
+    pc, slice_pairs, warps = tables.attention(C)
     scores_kernel[(blocks, T)](
         score, q.view(torch.int32), *packed, scale, H, blocks, W=W, SEL=SEL, C=C, HP=hp, L=BLOCK, PC=pc,
         num_warps=4, num_stages=2,

@@ -49,7 +49,6 @@ def expand_mix_kernel(
     COLUMNS: tl.constexpr = (2 + N) * N
     c = tl.arange(0, CP)
     acc = tl.zeros((CP, BM), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
     for begin in range(split * per_split, tl.minimum((split + 1) * per_split, D), BD):
         d = begin + tl.arange(0, BD)
         d_ok = (d < D) & (d < (split + 1) * per_split)
@@ -76,12 +75,19 @@ def expand_mix_kernel(
                 # torch: m += h'[k] @ fn[:, k].T
                 w_ok = (c < COLUMNS)[:, None] & d_ok[None, :]
                 w = tl.load(fn + c[:, None] * (N * D) + (k * D + d)[None, :], mask=w_ok, other=0.0)
-                squares += tl.sum(h * h, 0)
                 hb = h.to(CT)
+                # the sum of squares is one more row of the product: a reduction's order would follow the tile of rows
+                one = tl.broadcast_to((c == COLUMNS).to(CT)[:, None], (CP, BD))
+                square = h * h
                 step = tl.zeros((CP, BM), tl.float32)
                 if INTERPRET:
+                    step = tl.dot(one, square, step, input_precision="ieee")
                     step = tl.dot(w, hb, step, input_precision="ieee")
                 else:
+                    # the square of a bf16 has 16 bits: two summands
+                    upper = square.to(tl.bfloat16)
+                    step = tl.dot(one, (square - upper.to(tl.float32)).to(tl.bfloat16), step)
+                    step = tl.dot(one, upper, step)
                     high = w.to(tl.bfloat16)
                     rest = w - high.to(tl.float32)
                     middle = rest.to(tl.bfloat16)
@@ -93,8 +99,7 @@ def expand_mix_kernel(
                 acc = tl.fma(step, tl.full((CP, BM), 1.0, tl.float32), acc)
     if MIX:
         at = (t * splits + split) * (COLUMNS + 1)
-        tl.store(mix + at[None, :] + c[:, None], acc, mask=(c < COLUMNS)[:, None] & t_ok[None, :])
-        tl.store(mix + at + COLUMNS, squares, mask=t_ok)
+        tl.store(mix + at[None, :] + c[:, None], acc, mask=(c <= COLUMNS)[:, None] & t_ok[None, :])
 
 
 @triton.jit
@@ -198,7 +203,7 @@ def _expand_mix(
     expand_mix_kernel[(triton.cdiv(T, bm), splits)](
         some if stream_out is None else stream_out, some if mix is None else mix, some if y is None else y, stream_in,
         some if post is None else post, some if comb is None else comb, codes, T, D, splits, per_split,
-        N=N, EXPAND=y is not None, MIX=mix is not None, BM=bm, BD=bd, CP=max(16, triton.next_power_of_2((2 + N) * N)),
+        N=N, EXPAND=y is not None, MIX=mix is not None, BM=bm, BD=bd, CP=max(16, triton.next_power_of_2((2 + N) * N + 1)),
         num_warps=warps, num_stages=2,
     )  # fmt: skip
 

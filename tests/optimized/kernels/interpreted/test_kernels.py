@@ -1,0 +1,45 @@
+"""Every kernel in Triton's interpreter against its plain-torch op, on launches of toy steps. Run by ../test_interpreter.py."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 from the start of the process", allow_module_level=True)
+
+import torch
+
+from optimized.kernels import TRITON_OPS
+from optimized.ops import TORCH_OPS
+from reference.config import V41Config
+from reference.random_weights import RandomWeights
+from tests.optimized.kernels.samples import Sample, collect, copied, differences
+
+KERNELS = sorted(name for name, op in TRITON_OPS.items() if op is not TORCH_OPS[name])
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, list[Sample]]:
+    torch.set_num_threads(1)
+    config = V41Config.toy()
+    # an opening, a step of two sequences that opens a group and closes one, then one past the window
+    return collect(config, RandomWeights(config, 7), "cpu", [[(0, 5)], [(0, 1), (1, 2)], [(0, 9)]], most=3)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_equals_the_torch_op(name: str, samples: dict[str, list[Sample]]) -> None:
+    assert samples.get(name), f"no launch of {name} in these steps"
+    for sample in samples[name]:
+        got = copied(sample.before)
+        TRITON_OPS[name](*got, scratch={}, **sample.constants)
+        assert differences(name, got, sample, rows_to_skip=16) == []
+
+
+def test_a_wrong_kernel_is_seen(samples: dict[str, list[Sample]]) -> None:
+    sample = samples["moe_combine"][0]
+    got = copied(sample.before)
+    TRITON_OPS["moe_combine"](*got, scratch={}, **sample.constants)
+    got[0][0, 0] += 1.0
+    assert differences("moe_combine", got, sample) != []
