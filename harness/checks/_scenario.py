@@ -367,6 +367,11 @@ def sampled(sample: tuple[int, int], index: int, seed: int) -> bool:
     return index < first or (index + seed) % stride == 0
 
 
+def part_wanted(ctx: CheckContext, index: int) -> bool:
+    """Whether a part of a check that is no scenario runs: every one, or of a sampled context one of three."""
+    return getattr(ctx, "sample", None) is None or (index + ctx.seed) % 3 == 0
+
+
 def engine_with(ctx: CheckContext, options: Mapping[str, Any], *, optional: bool = False) -> Engine | None:
     """The engine with these options; None when it is optional and the engine's factory has no such option."""
     try:

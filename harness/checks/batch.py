@@ -14,6 +14,7 @@ from harness.checks._scenario import (
     horizon,
     most_rows,
     most_sequences,
+    part_wanted,
     requires,
     run_scenarios,
     stream,
@@ -91,7 +92,7 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
 def run(ctx: CheckContext) -> CheckResult:
     result = run_scenarios(ctx, NAME, "BI", scenarios(ctx), style="prefill")
     ties = with_ties(ctx)
-    if ties is not None and not result.findings:
+    if ties is not None and not result.findings and part_wanted(ctx, 0):
         run_scenarios(ties, NAME, "BI", list(scenarios(ties))[:2], style="prefill", result=result)
     return result
 

@@ -11,6 +11,7 @@ from harness.checks._scenario import (
     chunked,
     horizon,
     most_rows,
+    part_wanted,
     play,
     requires,
     stops_first,
@@ -89,6 +90,8 @@ def run(ctx: CheckContext) -> CheckResult:
     result = CheckResult()
     for context in (ctx, with_ties(ctx)):
         if context is None or (result.findings and stops_first(ctx)):
+            continue
+        if context is not ctx and not part_wanted(ctx, 1):
             continue
         try:
             repeat(context, result)

@@ -18,7 +18,16 @@ import torch
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import broke_off, horizon, is_blind, most_sequences, other, stops_first, stream
+from harness.checks._scenario import (
+    broke_off,
+    horizon,
+    is_blind,
+    most_sequences,
+    other,
+    part_wanted,
+    stops_first,
+    stream,
+)
 from harness.engine import Run
 from harness.operations import Interpreter, Operation
 from reference.errors import AllocationError, DSV41Error
@@ -329,8 +338,8 @@ def run(ctx: CheckContext) -> CheckResult:
             books, replay="graphs" not in books.engine.declines()
         )  # warm: what is built once is not a leak
         base = plain(books.engine.ledger())
-        for part in (cycles, full_pool, refused, injected):
-            if not books.over:
+        for index, part in enumerate((cycles, full_pool, refused, injected)):
+            if not books.over and part_wanted(ctx, index):
                 ctx.progress(part.__name__.replace("_", " "))
                 part(books, base)
     except Exception as error:

@@ -22,6 +22,7 @@ from harness.checks._scenario import (
     horizon,
     is_blind,
     most_sequences,
+    part_wanted,
     requires,
     stream,
 )
@@ -122,8 +123,8 @@ def hunt(ctx: CheckContext, options: dict, result: CheckResult) -> Finding | Non
 def run(ctx: CheckContext) -> CheckResult:
     result = CheckResult()
     contexts = [(ctx, {}), (ctx, {"checking": True}), (with_large_queries(ctx), {})]
-    for context, options in contexts:
-        if context is None or result.findings:
+    for index, (context, options) in enumerate(contexts):
+        if context is None or result.findings or not (index == 0 or part_wanted(ctx, index)):
             continue
         try:
             found = hunt(context, options, result)

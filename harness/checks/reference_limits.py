@@ -20,7 +20,13 @@ from harness.checks._compared import (
     schedules,
     vocabulary,
 )
-from harness.checks._scenario import broke_off, is_blind, requires, stops_first
+from harness.checks._scenario import (
+    broke_off,
+    is_blind,
+    part_wanted,
+    requires,
+    stops_first,
+)
 from harness.checks._variants import with_yarn
 from harness.engine import Run
 from harness.lockstep import wanted_taps
@@ -76,7 +82,7 @@ def run(ctx: CheckContext) -> CheckResult:
     result = CheckResult()
     plans, last = [(ctx, list(schedules(ctx)))], None
     yarn = with_yarn(ctx)
-    if yarn is not None:
+    if yarn is not None and part_wanted(ctx, 0):
         plans.append((yarn, list(schedules(yarn))[:1]))
     try:
         for context, parts in plans:

@@ -24,6 +24,7 @@ from harness.checks._scenario import (
     horizon,
     is_blind,
     other,
+    part_wanted,
     requires,
     row_difference,
     run_scenarios,
@@ -302,9 +303,11 @@ def run(ctx: CheckContext) -> CheckResult:
     result = CheckResult()
     every = scenarios(ctx)
     run_scenarios(ctx, NAME, "SN", islice(every, 3), style="prefill", result=result)
-    for part in (other_rings, refusals):
+    for index, part in enumerate((other_rings, refusals)):
         if result.findings and stops_first(ctx):
             return result
+        if not part_wanted(ctx, index):
+            continue
         ctx.progress(part.__name__.replace("_", " "))
         try:
             part(ctx, result)

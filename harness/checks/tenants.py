@@ -22,6 +22,7 @@ from harness.checks._scenario import (
     is_blind,
     most_sequences,
     other,
+    part_wanted,
     requires,
     row_difference,
     run_scenarios,
@@ -292,15 +293,14 @@ def run(ctx: CheckContext) -> CheckResult:
     options = {"checking": True}
     checked = engine_with(ctx, options, optional=True) is not None
     run_scenarios(ctx, NAME, "CAN", scenarios(ctx), style="prefill", result=result)
-    parts = [stale_handles, half_steps]
-    for part in parts:
-        if not result.findings:
+    for index, part in enumerate((stale_handles, half_steps)):
+        if not result.findings and part_wanted(ctx, index):
             ctx.progress(part.__name__.replace("_", " "))
             try:
                 part(ctx, result)
             except Exception as error:
                 result.findings += broke_off(ctx, NAME, "CAN", error, part.__name__)
-    if checked and not (result.findings and stops_first(ctx)):
+    if checked and not (result.findings and stops_first(ctx)) and part_wanted(ctx, 2):
         run_scenarios(
             ctx,
             NAME,

@@ -21,7 +21,13 @@ from harness.checks._compared import (
     report_of,
     schedules,
 )
-from harness.checks._scenario import broke_off, is_blind, requires, stops_first
+from harness.checks._scenario import (
+    broke_off,
+    is_blind,
+    part_wanted,
+    requires,
+    stops_first,
+)
 from harness.checks._variants import with_ties
 from harness.decisions import Verdict, judge_selection
 from harness.findings import Finding
@@ -91,7 +97,7 @@ def run(ctx: CheckContext) -> CheckResult:
     result = CheckResult()
     last = None
     for context in (ctx, with_ties(ctx)):
-        if context is None:
+        if context is None or not (context is ctx or part_wanted(ctx, 2)):
             continue
         try:
             for schedule in schedules(context):

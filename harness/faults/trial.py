@@ -120,7 +120,7 @@ def try_fault(fault_id: str, *, engine: str = "optimized", config: str = "toy", 
                          hint="`dsv41 faults --list` shows them all")  # fmt: skip
     if fault.out_of_reach:
         return Trial(fault_id, "out_of_reach", message=fault.out_of_reach)
-    began, tried = time.perf_counter(), list[str]()
+    began, tried = time.process_time(), list[str]()
     checks = discover()
     candidates = (
         checks_for(fault.detectors, checks, fault.seam) if only is None else [checks[n] for n in only]
@@ -144,7 +144,7 @@ def try_fault(fault_id: str, *, engine: str = "optimized", config: str = "toy", 
         if control:
             trial.control = blind_run(fault_id, check, engine, config, seed) is None
         break
-    trial.seconds = round(time.perf_counter() - began, 2)
+    trial.seconds = round(time.process_time() - began, 2)  # of this process: others may be at work beside it
     return trial
 
 
@@ -250,14 +250,17 @@ def goes_wrong(ctx: CheckContext, check: str, options: dict[str, Any]) -> Callab
 # --- the correct engine --------------------------------------------------------------------------------------------
 
 
-def false_alarms(seed: int, *, engine: str = "optimized", config: str = "toy", sample: tuple[int, int] | None = (3, 6)
+def false_alarms(seed: int, *, engine: str = "optimized", config: str = "toy", sample: tuple[int, int] | None = (2, 8)
                  ) -> list[CheckResult]:  # fmt: skip
     """Every check on the correct engine with this seed. sample: a part of the scenarios, others for each seed."""
     results = []
     for check in discover().values():
         if check.name not in SEARCHES:
             ctx = context(engine, config, seed, stop_first=False, sample=sample)
-            results.append(run_check(check, ctx))
+            result = run_check(check, ctx)
+            if sample is not None:  # a part of the scenarios takes a part of the paths
+                result.findings = [f for f in result.findings if f.detector != "PATH"]
+            results.append(result)
     _REFERENCES.pop((config, seed), None)
     _WEIGHTS.pop((config, seed), None)
     return results
