@@ -303,7 +303,9 @@ def score_activation(d: Tensor) -> Tensor:
 
 def masked_scores(score: Tensor, visible: Tensor) -> Tensor:
     """score [T, S] with -inf from row `visible` [T] on."""
-    return score.masked_fill(torch.arange(score.shape[1], device=score.device) >= visible.unsqueeze(-1), -torch.inf)
+    return score.masked_fill(
+        torch.arange(score.shape[1], device=score.device) >= visible.unsqueeze(-1), -torch.inf
+    )
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -329,7 +331,11 @@ def upload(
 
 
 def record(
-    name: str, op: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any], live: dict[str, list[int]]
+    name: str,
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    live: dict[str, list[int]],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """A launch as a recorded graph keeps it. live: the row table's columns of the capturing step."""
     return op, args, constants
