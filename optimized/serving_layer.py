@@ -244,7 +244,11 @@ class OptimizedLayer(TransformerLayer):
         self._mine(state).staged = Staged(position, ids, image)
 
     def forward(self, streams: Streams, runs: Sequence[Run], shared: Any) -> Streams:
-        """Checked runs (see check_runs).  streams.h bf16 or float32 holding bf16 values."""
+        """Checked runs (see check_runs).  streams.h bf16 or float32 holding bf16 values.
+
+        A launch that raises leaves the states as they were: appended rows are beyond the length, and the rings
+        are put back.
+        """
         shared = Shared() if shared is None else shared
         self._begin(runs, shared)
         ws, n = self._workspace(runs, shared), len(streams)
@@ -258,13 +262,12 @@ class OptimizedLayer(TransformerLayer):
             self.pool.page_table[slots] = shared.pages[ratio]
         self.launch("plan_rows", ws.rows)
         flow = Flow(ws, self.launch, n, shared.wanted, latent=shared.latent, keys=shared.keys)
-        ngram = self.pool.ngram.flatten() if self.pool.ngram is not None else None
-        if self._hash is not None:
-            self.launch("engram_hash", ws.hashes, ws.ngram_row, ngram, self._hash, ws.rows)
-        self._block.forward(flow)
-        settle(flow)
-        if self._hash is not None:
-            self.launch("commit_ngram", ngram, ws.ngram_row, ws.rows)
+        rings = self.pool.copy_rings(slots)
+        try:
+            self._launch_all(flow)
+        except BaseException:
+            self.pool.put_rings(slots, rings)
+            raise
         if self.role.is_kv_source:
             shared.pages = {ratio: self.pool.page_table[slots].clone()}
         shared.latent, shared.keys = flow.latent, flow.keys
@@ -272,6 +275,15 @@ class OptimizedLayer(TransformerLayer):
         for run in runs:
             self.set_length(run.state, run.start + run.count)
         return Streams(flow.streams.clone(), ws.pre_ffn.clone())
+
+    def _launch_all(self, flow: Flow) -> None:
+        ws, ngram = flow.ws, self.pool.ngram.flatten() if self.pool.ngram is not None else None
+        if self._hash is not None:
+            self.launch("engram_hash", ws.hashes, ws.ngram_row, ngram, self._hash, ws.rows)
+        self._block.forward(flow)
+        settle(flow)
+        if self._hash is not None:
+            self.launch("commit_ngram", ngram, ws.ngram_row, ws.rows)
 
     def _begin(self, runs: Sequence[Run], shared: Shared) -> None:
         spans = tuple((run.start, run.start + run.count) for run in runs)

@@ -176,3 +176,33 @@ def test_wrong_use_names_itself_and_changes_nothing(layers) -> None:
     layer.release_state(state)
     with pytest.raises(StateError, match="released"):
         layer.decode(row, state, 4)
+
+
+@pytest.mark.parametrize(
+    ("index", "op"), [(2, "moe_combine"), (2, "commit_pending"), (1, "hc_expand"), (1, "expert_up")]
+)
+def test_a_launch_that_fails_leaves_the_state_as_it_was(layers, index: int, op: str) -> None:
+    layer = layers[index]
+    streams = embedded(IDS[0][:40])
+
+    def part(a: int, b: int) -> Streams:
+        return Streams(streams.h[a:b], streams.pre_mix[a:b])
+
+    def broken(*args: Any, **constants: Any) -> None:
+        raise MemoryError(op)
+
+    def staged(state: Any, a: int, b: int) -> Tensor:
+        layer.decode_prestage(state, IDS[0][a:b], a)
+        return layer.decode_batched(part(a, b), state, a, b - a).h
+
+    state, twin = layer.alloc_state(64), layer.alloc_state(64)
+    staged(state, 0, 11)
+    staged(twin, 0, 11)
+    with layer.launch.table.replaced(op, broken), pytest.raises(MemoryError):
+        staged(state, 11, 40)  # more tokens than spare rows: all of the window is overwritten
+    assert layer.length(state) == 11
+    layer.rollback(state, 5)
+    layer.rollback(twin, 5)
+    assert torch.equal(staged(state, 5, 21), staged(twin, 5, 21))
+    for one in (state, twin):
+        layer.release_state(one)
