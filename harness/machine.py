@@ -32,7 +32,7 @@ from harness.shrink import shrink
 from reference.errors import DSV41Error
 
 CHECK_NAME = "machine"
-TEXTS, TEXT_LENGTH, MOST_LIVE = 3, 48, 4
+TEXTS, MOST_LIVE = 3, 4
 STEPS, EXAMPLES = 30, 6  # of one example; of one batch on one engine
 SHRINK_SECONDS = 30.0
 
@@ -71,8 +71,10 @@ class Search:
 
 def machine_class(search: Search) -> type[RuleBasedStateMachine]:
     """The rules, bound to one search; each example goes on with the search's engine."""
-    lengths = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 5, 6, 8, 9, 13, 17])
-    prompts = st.sampled_from([12, 7, 0, 1, 2, 5, 8, 9, 15, 17, 24, 30])
+    whole, window = len(search.texts[0]), search.ctx.config.sliding_window
+    edges = [window - 1, window, window + 1, 2 * window - 1, 2 * window, 2 * window + 1]
+    lengths = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 5, 6, 9, 13, window, window + 1, 2 * window + 1])
+    prompts = st.sampled_from([12, 7, 0, 1, 2, 5, 24, 30, *edges])
     text = st.integers(0, TEXTS - 1)
 
     class EngineMachine(RuleBasedStateMachine):
@@ -114,7 +116,7 @@ def machine_class(search: Search) -> type[RuleBasedStateMachine]:
             return search.texts[text][at : min(at + count, held.capacity)]
 
         @precondition(lambda self: len(self.live) < MOST_LIVE)
-        @rule(capacity=st.sampled_from([TEXT_LENGTH, 33, 20, 9]), text=text, prompt=prompts)
+        @rule(capacity=st.sampled_from([whole, whole, 33, 20, 9]), text=text, prompt=prompts)
         def open(self, capacity: int, text: int, prompt: int) -> None:
             name = self.name()
             self.run(ops.open_(name, capacity))
@@ -175,7 +177,7 @@ def machine_class(search: Search) -> type[RuleBasedStateMachine]:
             if close:
                 self.run(ops.close(name))
             self.make_room(name)
-            self.run(ops.restore(self.name(), blob, min(max(length + more, 1), TEXT_LENGTH)))
+            self.run(ops.restore(self.name(), blob, min(max(length + more, 1), whole)))
 
         @precondition(lambda self: self.live)
         @rule(index=st.integers(0, 3), text=text, count=lengths)
@@ -203,7 +205,7 @@ def machine_class(search: Search) -> type[RuleBasedStateMachine]:
             if again:
                 self.run(ops.close(name))
             if reopen:
-                self.open(TEXT_LENGTH, churn % TEXTS, churn)
+                self.open(whole, churn % TEXTS, churn)
 
         @precondition(lambda self: self.live)
         @rule(index=st.integers(0, 3), kind=st.sampled_from(["capacity", "forward", "closed"]))
@@ -211,9 +213,7 @@ def machine_class(search: Search) -> type[RuleBasedStateMachine]:
             """What must be refused, with nothing changed."""
             held = self.searcher.book.live[name := self.pick(index)]
             if kind == "capacity":
-                ids = tuple(
-                    search.texts[0][i % TEXT_LENGTH] for i in range(held.capacity - len(held.tokens) + 1)
-                )
+                ids = tuple(search.texts[0][i % whole] for i in range(held.capacity - len(held.tokens) + 1))
                 self.run(ops.expecting(ops.step((name, ids)), "CapacityError"))
             elif kind == "forward" and "rollback" not in self.searcher.declines:
                 self.run(ops.expecting(ops.rollback(name, len(held.tokens) + 1), "RollbackError"))
@@ -304,7 +304,23 @@ def _run_batch(search: Search, seed: int) -> None:
 def draw_texts(ctx: CheckContext) -> list[tuple[int, ...]]:
     """The texts of a seed."""
     rng = np.random.default_rng([ctx.seed, 20])
-    return [tuple(int(t) for t in rng.integers(0, ctx.config.vocab_size, TEXT_LENGTH)) for _ in range(TEXTS)]
+    length = text_length(ctx.config)
+    return [tuple(int(t) for t in rng.integers(0, ctx.config.vocab_size, length)) for _ in range(TEXTS)]
+
+
+def text_length(config: Any) -> int:
+    """Tokens of the longest sequence: past every cut of a small model, past two windows of a large one."""
+    window = config.sliding_window
+    return 6 * window if window <= 32 else 2 * window + 40
+
+
+def paths_of(config: Any) -> list[str]:
+    """What a search must have been through with this config."""
+    paths = ["open", "step", "close", "multi-token step", "window wrapped"]
+    cuts = any(
+        role.ratio and text_length(config) // role.ratio > config.index_topk for role in config.layers()
+    )
+    return [*paths, "top-k cut"] if cuts else paths
 
 
 def replay_operations(ctx: CheckContext, operations: list[Operation], finding: Finding) -> Finding | None:
