@@ -35,7 +35,8 @@ from optimized.step import RunRows
 from optimized.stores import Geometry
 from reference.config import V41Config
 from reference.engine import StepResult
-from reference.errors import InputError, RollbackError, UnsupportedError
+from reference.errors import RollbackError, UnsupportedError
+from reference.input_check import check_model
 from reference.weights import Weights
 
 MAX_TOKENS = 512  # default length of the longest sequence
@@ -114,13 +115,7 @@ class OptimizedEngine(Inspection):
         page_order: Sequence[int] | None = None,
         release_underfilled_selection: bool = False,
     ) -> None:
-        if config.digest() != weights.config.digest():
-            raise InputError(
-                field="weights.config",
-                expected=f"the configuration {config.digest()[:12]}",
-                actual=weights.config.digest()[:12],
-                hint="build the weights from the configuration that the engine gets",
-            )
+        check_model(config, weights.config)
         self.config, self.weights = config, weights
         self.buckets = checked_buckets(buckets)
         self.max_sequences, self.max_rollback, self.page_tokens = max_sequences, ring_spare, page_tokens

@@ -19,7 +19,7 @@ from reference.contract import Ledger
 from reference.dspark import Draft, DSpark
 from reference.errors import CapacityError, InputError, RollbackError, StateError
 from reference.history import SequenceHistory, write_logs
-from reference.input_check import check_capacity, check_step, checked_tokens, image_flags
+from reference.input_check import check_capacity, check_model, check_step, checked_tokens, image_flags
 from reference.model import LayerInputs, Model, Output
 from reference.precision import Precision
 from reference.weights import Weights
@@ -69,13 +69,7 @@ class ReferenceEngine:
         release_stale_index_k: bool = False,
         release_underfilled_selection: bool = False,
     ) -> None:
-        if config.digest() != weights.config.digest():
-            raise InputError(
-                field="weights.config",
-                expected=f"the configuration {config.digest()[:12]}",
-                actual=weights.config.digest()[:12],
-                hint="build the weights from the configuration that the engine gets",
-            )
+        check_model(config, weights.config)
         self.config = config
         self.max_rollback = config.max_position_embeddings
         self.model = Model(

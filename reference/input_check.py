@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from reference.config import V41Config
 from reference.errors import CapacityError, InputError
+
+
+def check_model(config: V41Config, weights: V41Config) -> None:
+    """The configuration of an engine is that of its weights. Raises InputError."""
+    if config.digest() != weights.digest():
+        raise InputError(
+            field="weights.config",
+            expected=f"the configuration {config.digest()[:12]}",
+            actual=weights.digest()[:12],
+            hint="build the weights from the configuration that the engine gets",
+        )
 
 
 def check_step(runs: Any) -> None:
