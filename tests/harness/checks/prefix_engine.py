@@ -142,7 +142,10 @@ class PrefixEngine:
         hidden, logits = [], []
         for run, held in zip(runs, helds, strict=True):
             for k, token in enumerate(run.token_ids):
-                held.tokens.append(token)
+                image = run.image_mask is not None and run.image_mask[k]
+                if self.has("decode forgets images") and len(run.token_ids) == 1:
+                    image = False
+                held.tokens.append(token + self.config.vocab_size * image)
                 salt = self._salt(run, held, len(runs), k, replay)
                 row = self.row(held.tokens, salt)
                 hidden.append(row[: self.config.hidden_size])

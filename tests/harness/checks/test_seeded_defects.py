@@ -30,6 +30,7 @@ SEEDED = {
     "determinism": ["random"],
     "graphs": ["stale replay"],
     "history": ["slot state not cleared", "counts its sequences"],
+    "images": ["decode forgets images"],
     "interleave": ["other sequence before"],
     "leaks": ["close leaks", "failed open leaks"],
     "non_finite": ["nan at the first token"],
