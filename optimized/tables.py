@@ -100,21 +100,21 @@ def row_warps(width: int) -> int:
     return max(1, min(8, width // 512))
 
 
-def attention(width: int) -> tuple[int, int, int]:
-    """(channel pairs of a step of the scores, channel pairs of a slice of the values, warps).
+def attention(width: int) -> tuple[int, int, int, int]:
+    """(channel pairs of a step of the scores, of a slice of the values, blocks of a part of the list, warps).
 
     None may follow the number of rows: a softmax's sum has the order of its tile's layout.
     """
     half = width // 2
-    return min(64, half), min(32, half), 4
+    return min(64, half), min(32, half), 2, 4
 
 
 SCORE_KEYS = 128  # index keys of one program
 
 
-def selection_chunk(rows: int) -> tuple[int, int]:
-    """(scores that one program reads at once, warps). Integers are counted: the chunk changes no result."""
-    chunk = 128
-    while chunk < 16384 and chunk < rows:
-        chunk *= 2
-    return chunk, max(1, min(16, chunk // 512))
+SELECTION_ONCE = 16384  # scores of a row that one program holds
+SELECTION_CHUNK = 4096  # scores of one of several programs
+
+
+def scan_warps(rows: int) -> int:
+    return max(1, min(16, rows // 512))

@@ -58,6 +58,7 @@ def scratch(config: V41Config, n_rows: int, context: int) -> dict[str, tuple[tup
     places = config.sliding_window + config.index_topk
     return {
         **product.product_scratch(n_rows),
+        **indexer.selection_scratch(n_rows, context),
         **experts.plan_scratch(n_rows, max(role.top_k for role in layers), most),
-        **attention.attention_scratch(n_rows, config.num_attention_heads, places),
+        **attention.attention_scratch(n_rows, config.num_attention_heads, config.head_dim, places),
     }

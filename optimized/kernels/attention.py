@@ -1,8 +1,8 @@
 """Sparse attention over packed window and selected rows, in two launches (optimized/ops/attention.py is the contract).
 
     scores    one program a row and block of 64 list places: s = (q . kv) * scale, -inf where a place is absent
-    values    one program a row and slice of channels: the online softmax over the blocks in list order, bf16(p) V,
-              sink, division, inverse rotation
+    values    one program a row, slice of channels and part of the list: the online softmax over its blocks in list order,
+              bf16(p) V; the parts are merged in their order, then sink, division, inverse rotation
 
 Both read the packed rows themselves.  Channels are kept as (even, odd) halves from end to end: packed fp4 pairs need no
 interleaving, a product over channels is the sum of two, and the rotation of a pair is elementwise.  The order of every
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from optimized import tables
 from optimized.kernels.common import (
+    CT,
     INTERPRET,
     bf16_pair,
     e4m3_value,
-    fp4_scaled,
-    fp8_scaled,
+    fp4_times,
+    fp8_times,
     round_bf16,
-    scale_words,
-    value_words,
+    scale_values,
 )
 
 
@@ -45,8 +45,8 @@ def window_tile(codes, scales, row, live, c0, C: tl.constexpr, L: tl.constexpr, 
     G: tl.constexpr = PC // 16
     g = c0 // 16 + tl.arange(0, G)
     b = tl.load(scales + row[:, None] * width + C + g[None, :], mask=live[:, None], other=0)
-    s = tl.reshape(tl.broadcast_to(scale_words(b, HALF_WINDOW)[:, :, None], (L, G, 16)), (L, PC))
-    return fp8_scaled((v & 0xFF).to(tl.uint8), s), fp8_scaled(((v >> 8) & 0xFF).to(tl.uint8), s)
+    s = tl.reshape(tl.broadcast_to(scale_values(b, HALF_WINDOW)[:, :, None], (L, G, 16)), (L, PC))
+    return fp8_times((v & 0xFF).to(tl.uint8), s), fp8_times(((v >> 8) & 0xFF).to(tl.uint8), s)
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def latent_tile(codes, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.c
     G: tl.constexpr = PC // 8
     g = c0 // 8 + tl.arange(0, G)
     b = tl.load(codes + row[:, None] * width + C // 2 + g[None, :], mask=live[:, None], other=0)
-    s = value_words(e4m3_value(b.to(tl.int32)) * UNIT)
-    return fp4_scaled(v, tl.reshape(tl.broadcast_to(s[:, :, None], (L, G, 8)), (L, PC)))
+    s = (e4m3_value(b.to(tl.int32)) * UNIT).to(CT)
+    return fp4_times(v, tl.reshape(tl.broadcast_to(s[:, :, None], (L, G, 8)), (L, PC)))
 
 
 @triton.jit
@@ -189,35 +189,104 @@ def add_blocks(
 
 
 @triton.jit
-def values_kernel(
-    o, sparse_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, sink, cos,
-    sin, H, blocks,
-    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HP: tl.constexpr, L: tl.constexpr,
-    PC: tl.constexpr,
+def part_of(
+    score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, part, c0, H, blocks,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
+    PER: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(1).to(tl.int64)
-    c0 = tl.program_id(0) * PC
-    head = tl.arange(0, HP)
+    """(maximum, denominator, even and odd accumulators) of the blocks part * PER .. of the list."""
     best = tl.full((HP,), -1e30, tl.float32)
     total = tl.zeros((HP,), tl.float32)
     acc_e = tl.zeros((HP, PC), tl.float32)
     acc_o = tl.zeros((HP, PC), tl.float32)
-    first = W // L
-    if first > 0:
+    begin = part * PER
+    end = tl.minimum(begin + PER, blocks)
+    first = W // L  # blocks of window places alone
+    mixed = (W + L - 1) // L
+    if begin < first:
         best, total, acc_e, acc_o = add_blocks(
             best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
-            live, sel, t, 0, first, c0, H, blocks, True, False, W, SEL, C, HP, L, PC,
+            live, sel, t, begin, tl.minimum(end, first), c0, H, blocks, True, False, W, SEL, C, HP, L, PC,
         )  # fmt: skip
     if W % L != 0:
         best, total, acc_e, acc_o = add_blocks(
             best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
-            live, sel, t, first, first + 1, c0, H, blocks, True, SEL > 0, W, SEL, C, HP, L, PC,
+            live, sel, t, tl.maximum(begin, first), tl.minimum(end, mixed), c0, H, blocks, True, SEL > 0, W, SEL, C, HP,
+            L, PC,
         )  # fmt: skip
     if SEL > 0:
-        best, total, acc_e, acc_o = add_blocks(
-            best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
-            live, sel, t, (W + L - 1) // L, blocks, c0, H, blocks, False, True, W, SEL, C, HP, L, PC,
+        if end > mixed:
+            best, total, acc_e, acc_o = add_blocks(
+                best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step,
+                from_step, live, sel, t, tl.maximum(begin, mixed), end, c0, H, blocks, False, True, W, SEL, C, HP, L, PC,
+            )  # fmt: skip
+    return best, total, acc_e, acc_o
+
+
+@triton.jit
+def merged(best, total, acc_e, acc_o, best2, total2, acc_e2, acc_o2):
+    """The parts before, and the next one: acc = acc exp(m - m') + acc2 exp(m2 - m'), the second product rounded first."""
+    higher = tl.maximum(best, best2)
+    a = tl.exp(best - higher)
+    b = tl.exp(best2 - higher)
+    total = tl.fma(total, a, total2 * b)
+    acc_e = tl.fma(acc_e, tl.broadcast_to(a[:, None], acc_e.shape), acc_e2 * b[:, None])
+    acc_o = tl.fma(acc_o, tl.broadcast_to(a[:, None], acc_o.shape), acc_o2 * b[:, None])
+    return higher, total, acc_e, acc_o
+
+
+@triton.jit
+def values_kernel(
+    o, sparse_o, score, parts, arrived, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live,
+    sel, sink, cos, sin, H, blocks,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HP: tl.constexpr, L: tl.constexpr,
+    PC: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, MEET: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1).to(tl.int64)
+    c0 = tl.program_id(0) * PC
+    head = tl.arange(0, HP)
+    if MEET:
+        # every part is a program; the one that arrives last merges them, in their order
+        part = tl.program_id(2)
+        best, total, acc_e, acc_o = part_of(
+            score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, part, c0, H,
+            blocks, W, SEL, C, HP, L, PC, PER,
         )  # fmt: skip
+        SIZE: tl.constexpr = HP * (2 * PC + 2)
+        tile = t * tl.num_programs(0) + tl.program_id(0)
+        base = parts + tile * (PARTS * SIZE)
+        at_e = base + head[:, None] * PC + tl.arange(0, PC)[None, :]
+        at_o = at_e + HP * PC
+        at_m = base + 2 * HP * PC + head
+        tl.store(at_e + part * SIZE, acc_e, cache_modifier=".cg")
+        tl.store(at_o + part * SIZE, acc_o, cache_modifier=".cg")
+        tl.store(at_m + part * SIZE, best, cache_modifier=".cg")
+        tl.store(at_m + HP + part * SIZE, total, cache_modifier=".cg")
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") != PARTS - 1:
+            return
+        tl.store(arrived + tile, 0)
+        best = tl.load(at_m, cache_modifier=".cg")
+        total = tl.load(at_m + HP, cache_modifier=".cg")
+        acc_e = tl.load(at_e, cache_modifier=".cg")
+        acc_o = tl.load(at_o, cache_modifier=".cg")
+        for i in range(1, PARTS):
+            best, total, acc_e, acc_o = merged(
+                best, total, acc_e, acc_o, tl.load(at_m + i * SIZE, cache_modifier=".cg"),
+                tl.load(at_m + HP + i * SIZE, cache_modifier=".cg"), tl.load(at_e + i * SIZE, cache_modifier=".cg"),
+                tl.load(at_o + i * SIZE, cache_modifier=".cg"),
+            )  # fmt: skip
+    else:
+        best, total, acc_e, acc_o = part_of(
+            score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, 0, c0, H,
+            blocks, W, SEL, C, HP, L, PC, PER,
+        )  # fmt: skip
+        for i in range(1, PARTS):
+            best2, total2, acc_e2, acc_o2 = part_of(
+                score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, i, c0, H,
+                blocks, W, SEL, C, HP, L, PC, PER,
+            )  # fmt: skip
+            best, total, acc_e, acc_o = merged(best, total, acc_e, acc_o, best2, total2, acc_e2, acc_o2)
     total += tl.exp(tl.load(sink + head, mask=head < H, other=0.0) - best)
     even_o = round_bf16(acc_e * UNIT / total[:, None])
     odd_o = round_bf16(acc_o * UNIT / total[:, None])
@@ -226,10 +295,10 @@ def values_kernel(
     whole = tl.reshape(tl.join(even_o, odd_o), (HP, 2 * PC))
     tl.store(sparse_o + at, whole.to(tl.bfloat16), mask=ok)
     # torch: o[..., -R:] = rotate(o[..., -R:], -p)
-    i = c0 + tl.arange(0, PC) - (C - R) // 2
-    turn = i >= 0
-    c = tl.load(cos + t * (R // 2) + i, mask=turn, other=1.0)[None, :]
-    s = -tl.load(sin + t * (R // 2) + i, mask=turn, other=0.0)[None, :]
+    j = c0 + tl.arange(0, PC) - (C - R) // 2
+    turn = j >= 0
+    c = tl.load(cos + t * (R // 2) + j, mask=turn, other=1.0)[None, :]
+    s = -tl.load(sin + t * (R // 2) + j, mask=turn, other=0.0)[None, :]
     a = tl.where(turn[None, :], round_bf16(even_o * c - odd_o * s), even_o)
     b = tl.where(turn[None, :], round_bf16(even_o * s + odd_o * c), odd_o)
     tl.store(o + at, tl.reshape(tl.join(a, b), (HP, 2 * PC)).to(tl.bfloat16), mask=ok)
@@ -238,8 +307,18 @@ def values_kernel(
 BLOCK = 64
 
 
-def attention_scratch(T: int, H: int, places: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {"attention_score": ((T * triton.cdiv(places, BLOCK) * H * BLOCK,), torch.float32)}
+def attention_scratch(T: int, H: int, C: int, places: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Scores, and the parts of the values with how many of them have arrived (zero between launches)."""
+    blocks = triton.cdiv(places, BLOCK)
+    _, pc, per, _ = tables.attention(C)
+    parts, slices = triton.cdiv(blocks, per), C // 2 // pc
+    hp = max(16, triton.next_power_of_2(H))
+    met = T if T <= tables.MEETING_ROWS else 0
+    return {
+        "attention_score": ((T * blocks * H * BLOCK,), torch.float32),
+        "attention_parts": ((met * slices * parts * hp * (2 * pc + 2) + 1,), torch.float32),
+        "attention_arrived": ((met * slices + 1,), torch.int32),
+    }
 
 
 def sparse_attention(
@@ -250,20 +329,28 @@ def sparse_attention(
     W = rows.window_live.shape[1]
     SEL = 0 if latent is None or sel_row is None else sel_row.shape[1]
     blocks = triton.cdiv(W + SEL, BLOCK)
-    (shape, dtype), = attention_scratch(T, H, W + SEL).values()
-    score = scratch["attention_score"] if scratch and "attention_score" in scratch else torch.empty(shape, dtype=dtype, device=q.device)
+    if scratch:
+        score, parts, arrived = (scratch[f"attention_{n}"] for n in ("score", "parts", "arrived"))
+    else:
+        score, parts, arrived = (
+            torch.zeros(shape, dtype=dtype, device=q.device)
+            for shape, dtype in attention_scratch(T, H, C, W + SEL).values()
+        )
     packed = (
         window.view(torch.int16), window, win_row.view(torch.int16), win_row, window if latent is None else latent,
         rows.window_ring, rows.window_step, rows.window_from_step, rows.window_live,
         rows.window_ring if sel_row is None else sel_row,
     )  # fmt: skip
     hp = max(16, triton.next_power_of_2(H))
-    pc, slice_pairs, warps = tables.attention(C)
+    pc, slice_pairs, per, warps = tables.attention(C)
+    n_parts = triton.cdiv(blocks, per)
+    meet = n_parts > 1 and tables.MEETING_ROWS >= T
     scores_kernel[(blocks, T)](
         score, q.view(torch.int32), *packed, scale, H, blocks, W=W, SEL=SEL, C=C, HP=hp, L=BLOCK, PC=pc,
-        num_warps=4, num_stages=2,
+        num_warps=warps, num_stages=2,
     )  # fmt: skip
-    values_kernel[(C // 2 // slice_pairs, T)](
-        o, sparse_o, score, *packed, attn_sink, rows.rope_cos[kind], rows.rope_sin[kind], H, blocks,
-        W=W, SEL=SEL, C=C, R=rotary, HP=hp, L=BLOCK, PC=slice_pairs, num_warps=warps, num_stages=2,
+    values_kernel[(C // 2 // slice_pairs, T, n_parts if meet else 1)](
+        o, sparse_o, score, parts, arrived, *packed, attn_sink, rows.rope_cos[kind], rows.rope_sin[kind], H, blocks,
+        W=W, SEL=SEL, C=C, R=rotary, HP=hp, L=BLOCK, PC=slice_pairs, PER=per, PARTS=n_parts, MEET=meet,
+        num_warps=warps, num_stages=2,
     )  # fmt: skip

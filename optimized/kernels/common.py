@@ -42,12 +42,10 @@ def scale_words(byte, HALF: tl.constexpr):
 
 
 @triton.jit
-def value_words(v):
-    """float32 values that a bf16 holds -> factors for fp4_scaled."""
-    if INTERPRET:
-        return v
-    else:
-        return (v.to(tl.int32, bitcast=True) >> 16 & 0xFFFF) * 0x00010001
+def scale_values(byte, HALF: tl.constexpr):
+    """e8m0 bytes -> 2^(byte - 127 + HALF) as CT for fp4_times and fp8_times; 255 -> NaN."""
+    e = byte.to(tl.int32)
+    return tl.where(e == 255, 0x7FC00000, (e + HALF) << 23).to(tl.float32, bitcast=True).to(CT)
 
 
 @triton.jit
@@ -92,6 +90,78 @@ def fp4_scaled(b, factor):
             "=r,=r,=r,=r,r,r,r,r,r",
             [b, factor],
             dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def fp4_times(b, factor):
+    """fp4_scaled with a factor of its own for every byte: factor CT, in whatever layout."""
+    if INTERPRET:
+        return fp4_scaled(b, factor)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, t, z;
+            mov.b32 z, 0x80008000;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            and.b32 t, a, 0x000F000F;
+            mul.lo.u32 t, t, 4160;
+            and.b32 t, t, 0x81C081C0;
+            fma.rn.bf16x2 $0, t, $5, z;
+            and.b32 t, b, 0x000F000F;
+            mul.lo.u32 t, t, 4160;
+            and.b32 t, t, 0x81C081C0;
+            fma.rn.bf16x2 $1, t, $6, z;
+            and.b32 t, a, 0x00F000F0;
+            mul.lo.u32 t, t, 260;
+            and.b32 t, t, 0x81C081C0;
+            fma.rn.bf16x2 $2, t, $5, z;
+            and.b32 t, b, 0x00F000F0;
+            mul.lo.u32 t, t, 260;
+            and.b32 t, t, 0x81C081C0;
+            fma.rn.bf16x2 $3, t, $6, z;
+            }
+            """,
+            "=r,=r,=r,=r,r,r,r",
+            [b, factor],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def fp8_times(b, factor):
+    """fp8_scaled with a factor of its own for every byte: factor CT, in whatever layout."""
+    if INTERPRET:
+        return fp8_scaled(b, factor)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, t, u, z;
+            mov.b32 z, 0x80008000;
+            prmt.b32 a, $2, 0, 0x4140;
+            prmt.b32 b, $2, 0, 0x4342;
+            mul.lo.u32 t, a, 16;
+            mul.lo.u32 u, a, 256;
+            and.b32 u, u, 0x80008000;
+            lop3.b32 t, t, 0x07F007F0, u, 0xEA;
+            fma.rn.bf16x2 $0, t, $3, z;
+            mul.lo.u32 t, b, 16;
+            mul.lo.u32 u, b, 256;
+            and.b32 u, u, 0x80008000;
+            lop3.b32 t, t, 0x07F007F0, u, 0xEA;
+            fma.rn.bf16x2 $1, t, $4, z;
+            }
+            """,
+            "=r,=r,r,r,r",
+            [b, factor],
+            dtype=tl.bfloat16,
             is_pure=True,
             pack=4,
         )

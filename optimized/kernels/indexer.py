@@ -1,9 +1,10 @@
 """Index scores from packed keys, candidate blocks and the stable selection (optimized/ops/indexer.py is the contract).
 
     score = bf16(sum_h bf16(relu(bf16(iq_h . key_j)) w_h)), -inf from row `visible` on
-    the k best of bf16 scores: the k-th largest 16-bit key by bisection, all above it, and of its equals the first ones
+    the k best of bf16 scores: the k-th largest 16-bit key, all above it, and of its equals the first ones
 
-A row's selection is one program: its scores stay in the nearest cache for the 17 passes.
+A short row is one program that holds its keys and finds the k-th two bits at a time.  A long row is many: histograms of
+the high byte, of the low byte behind it, then every chunk writes its own.  Integers are counted, so the way changes nothing.
 """
 
 from __future__ import annotations
@@ -77,59 +78,46 @@ def ordered(bits):
 def load_keys(score, start, S, limit, KEEP: tl.constexpr, CH: tl.constexpr):
     """(row ids, keys; -1 where a row can't be chosen) of a chunk."""
     j = start + tl.arange(0, CH)
-    key = ordered(tl.load(score + j, mask=(j < S) & (j < limit), other=0).to(tl.int32))
     can = (j < S) & (j < limit)
+    key = ordered(tl.load(score + j, mask=can, other=0).to(tl.int32))
     if KEEP == 0:
         can = can & (key > LOWEST)
     return j, tl.where(can, key, -1)
 
 
 @triton.jit
-def load_blocks(score, start, S, newest, blocks, BLOCK: tl.constexpr, CH: tl.constexpr):
-    """(block ids, keys of their best scores; -1 where none is finite) of a chunk of blocks."""
-    b = start + tl.arange(0, CH)
-    j = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    v = tl.load(score + j, mask=(j < S) & (b < blocks)[:, None], other=-128).to(tl.int32)  # -128: the bits of -inf
-    key = tl.max(ordered(v), 1)
-    key = tl.where(b == newest, 65536, key)
-    return b, tl.where((b < blocks) & (key > LOWEST), key, -1)
+def kth_key(key, k, BITS: tl.constexpr):
+    """The k-th largest of keys int32 [CH] (CH <= 32768), or 0 if fewer than k are >= 0: two bits a pass."""
+    threshold = 0
+    for step in tl.static_range((BITS + 1) // 2):
+        unit: tl.constexpr = 1 << (2 * ((BITS + 1) // 2 - 1 - step))
+        # three counts of at most 15 bits in one sum
+        one = (key >= threshold + unit).to(tl.int64)
+        two = (key >= threshold + 2 * unit).to(tl.int64)
+        three = (key >= threshold + 3 * unit).to(tl.int64)
+        count = tl.sum(one + (two << 16) + (three << 32), 0)
+        steps = ((count & 0xFFFF) >= k).to(tl.int32) + (((count >> 16) & 0xFFFF) >= k).to(tl.int32)
+        steps += ((count >> 32) >= k).to(tl.int32)
+        threshold += steps * unit
+    return threshold
 
 
 @triton.jit
-def select_kernel(
-    selection, sel_row, score, slots, visible, page_table, S, topk, max_pages, per_page,
-    KEEP: tl.constexpr, CH: tl.constexpr, TP: tl.constexpr,
+def store_chosen(
+    selection, sel_row, key, j, threshold, equals, taken, t, slot, page_table, topk, max_pages, per_page
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
-    row = score + t * S
-    limit = tl.minimum(tl.load(visible + t), S).to(tl.int32)
-    threshold = 0
-    if limit > topk:
-        for step in range(0, 16):
-            candidate = threshold | (32768 >> step)
-            count = tl.zeros((CH,), tl.int32)
-            for start in range(0, limit, CH):
-                j, key = load_keys(row, start, S, limit, KEEP, CH)
-                count += (key >= candidate).to(tl.int32)
-            threshold = tl.where(tl.sum(count, 0) >= topk, candidate, threshold)
-    above = tl.zeros((CH,), tl.int32)
-    for start in range(0, limit, CH):
-        j, key = load_keys(row, start, S, limit, KEEP, CH)
-        above += (key > threshold).to(tl.int32)
-    equals = topk - tl.sum(above, 0)
-    taken = 0
-    slot = tl.load(slots + t)
-    for start in range(0, limit, CH):
-        j, key = load_keys(row, start, S, limit, KEEP, CH)
-        same = (key == threshold).to(tl.int32)
-        rank = tl.cumsum(same, 0)
-        chosen = ((key > threshold) | ((same == 1) & (rank <= equals))).to(tl.int32)
-        place = taken + tl.cumsum(chosen, 0) - 1
-        ok = chosen == 1
-        tl.store(selection + t * topk + place, j.to(tl.int64), mask=ok)
-        tl.store(sel_row + t * topk + place, append_rows(page_table, slot, j, ok, max_pages, per_page), mask=ok)
-        taken += tl.sum(chosen, 0)
-        equals -= tl.sum(same, 0)
+    """Append the chosen rows of a chunk behind `taken` others; returns how many they are."""
+    same = (key == threshold).to(tl.int32)
+    chosen = ((key > threshold) | ((same == 1) & (tl.cumsum(same, 0) <= equals))).to(tl.int32)
+    place = taken + tl.cumsum(chosen, 0) - 1
+    ok = chosen == 1
+    tl.store(selection + t * topk + place, j.to(tl.int64), mask=ok)
+    tl.store(sel_row + t * topk + place, append_rows(page_table, slot, j, ok, max_pages, per_page), mask=ok)
+    return tl.sum(chosen, 0)
+
+
+@triton.jit
+def store_absent(selection, sel_row, taken, t, topk, TP: tl.constexpr):
     i = tl.arange(0, TP)
     rest = (i >= taken) & (i < topk)
     absent = tl.full((TP,), -1, tl.int64)
@@ -138,32 +126,160 @@ def select_kernel(
 
 
 @triton.jit
-def candidate_kernel(blocks_out, score, visible, S, blocks, topk, BLOCK: tl.constexpr, CH: tl.constexpr):
+def select_kernel(
+    selection, sel_row, score, slots, visible, page_table, S, topk, max_pages, per_page,
+    KEEP: tl.constexpr, CH: tl.constexpr, TP: tl.constexpr,
+):  # fmt: skip
+    """One program a row, its keys in registers."""
     t = tl.program_id(0).to(tl.int64)
-    row = score + t * S
+    limit = tl.load(visible + t).to(tl.int32)
+    j, key = load_keys(score + t * S, 0, S, limit, KEEP, CH)
+    threshold = kth_key(key, topk, 16)
+    equals = topk - tl.sum((key > threshold).to(tl.int32), 0)
+    taken = store_chosen(
+        selection, sel_row, key, j, threshold, equals, 0, t, tl.load(slots + t), page_table, topk, max_pages, per_page
+    )
+    store_absent(selection, sel_row, taken, t, topk, TP)
+
+
+@triton.jit
+def digit_counts(histogram, key, hit, t, chunk, chunks, SHIFT: tl.constexpr):
+    """Histogram of one byte of the keys that `hit`, at histogram[t, chunk]."""
+    digit = tl.where(hit, (key >> SHIFT) & 0xFF, 256)
+    h = tl.histogram(digit, 512)
+    i = tl.arange(0, 512)
+    tl.store(histogram + (t * chunks + chunk) * 256 + i, h, mask=i < 256, cache_modifier=".cg")
+
+
+@triton.jit
+def digit_of(histogram, k, t, chunks, CP: tl.constexpr):
+    """(the digit that the k-th largest has, how many have a larger one); digit 0 if there are fewer than k."""
+    c = tl.arange(0, CP)
+    i = tl.arange(0, 256)
+    at = histogram + (t * chunks + c[:, None]) * 256 + i[None, :]
+    h = tl.sum(tl.load(at, mask=(c < chunks)[:, None], other=0, cache_modifier=".cg"), 0)
+    above = tl.sum(h, 0) - tl.cumsum(h, 0)  # strictly larger digits
+    digit = tl.max(tl.where(above + h >= k, i, 0), 0)
+    return digit, tl.sum(tl.where(i == digit, above, 0), 0)
+
+
+@triton.jit
+def first_digit_kernel(
+    state, histogram, arrived, score, visible, S, topk, chunks, KEEP: tl.constexpr, CH: tl.constexpr, CP: tl.constexpr
+):
+    """A long row's high byte: chunks count, the one that arrives last finds the digit."""
+    chunk = tl.program_id(0)
+    t = tl.program_id(1).to(tl.int64)
+    limit = tl.load(visible + t).to(tl.int32)
+    j, key = load_keys(score + t * S, chunk * CH, S, limit, KEEP, CH)
+    digit_counts(histogram, key, key >= 0, t, chunk, chunks, 8)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + t, 1, sem="acq_rel") == chunks - 1:
+        digit, above = digit_of(histogram, topk, t, chunks, CP)
+        tl.store(state + t * 4, digit)
+        tl.store(state + t * 4 + 1, above)
+        tl.store(arrived + t, 0)
+
+
+@triton.jit
+def second_digit_kernel(
+    state, places, high, low, arrived, score, visible, S, topk, chunks,
+    KEEP: tl.constexpr, CH: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    """Its low byte; then where every chunk's chosen rows go, and which of its equals come before."""
+    chunk = tl.program_id(0)
+    t = tl.program_id(1).to(tl.int64)
+    limit = tl.load(visible + t).to(tl.int32)
+    first = tl.load(state + t * 4)
+    above = tl.load(state + t * 4 + 1)
+    j, key = load_keys(score + t * S, chunk * CH, S, limit, KEEP, CH)
+    digit_counts(low, key, (key >= 0) & ((key >> 8) == first), t, chunk, chunks, 0)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + t, 1, sem="acq_rel") == chunks - 1:
+        second, more = digit_of(low, topk - above, t, chunks, CP)
+        c = tl.arange(0, CP)
+        i = tl.arange(0, 256)
+        ok = (c < chunks)[:, None]
+        at = (t * chunks + c[:, None]) * 256 + i[None, :]
+        h = tl.load(high + at, mask=ok, other=0, cache_modifier=".cg")
+        g = tl.load(low + at, mask=ok, other=0, cache_modifier=".cg")
+        larger = tl.sum(tl.where(i[None, :] > first, h, 0), 1) + tl.sum(tl.where(i[None, :] > second, g, 0), 1)
+        same = tl.sum(tl.where(i[None, :] == second, g, 0), 1)
+        before = tl.cumsum(same, 0) - same
+        equals = topk - above - more
+        chosen = larger + tl.minimum(tl.maximum(equals - before, 0), same)
+        tl.store(places + (t * chunks + c) * 2, tl.cumsum(chosen, 0) - chosen, mask=c < chunks)
+        tl.store(places + (t * chunks + c) * 2 + 1, equals - before, mask=c < chunks)
+        tl.store(state + t * 4 + 2, first * 256 + second)
+        tl.store(state + t * 4 + 3, tl.sum(chosen, 0))
+        tl.store(arrived + t, 0)
+
+
+@triton.jit
+def gather_chosen_kernel(
+    selection, sel_row, state, places, score, slots, visible, page_table, S, topk, chunks, max_pages, per_page,
+    KEEP: tl.constexpr, CH: tl.constexpr, TP: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    t = tl.program_id(1).to(tl.int64)
+    limit = tl.load(visible + t).to(tl.int32)
+    j, key = load_keys(score + t * S, chunk * CH, S, limit, KEEP, CH)
+    taken = tl.load(places + (t * chunks + chunk) * 2)
+    equals = tl.load(places + (t * chunks + chunk) * 2 + 1)
+    store_chosen(
+        selection, sel_row, key, j, tl.load(state + t * 4 + 2), equals, taken, t, tl.load(slots + t), page_table, topk,
+        max_pages, per_page,
+    )  # fmt: skip
+    if chunk == 0:
+        store_absent(selection, sel_row, tl.load(state + t * 4 + 3), t, topk, TP)
+
+
+@triton.jit
+def best_kernel(best, score, visible, S, blocks, BLOCK: tl.constexpr, CH: tl.constexpr):
+    """Key of every block's best score; 65536 for the newest visible row's block, -1 where no score is finite."""
+    b = tl.program_id(0) * CH + tl.arange(0, CH)
+    t = tl.program_id(1).to(tl.int64)
     seen = tl.load(visible + t).to(tl.int32)
+    j = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    v = tl.load(score + t * S + j, mask=(j < S) & (j < seen), other=-128).to(tl.int32)  # -128: the bits of -inf
+    key = tl.max(ordered(v), 1)
     newest = tl.where(seen > 0, (seen - 1) // BLOCK, -1)
-    used = tl.minimum(newest + 1, blocks)
-    threshold = 0
-    if used > topk:
+    key = tl.where(b == newest, 65536, tl.where(key > LOWEST, key, -1))
+    tl.store(best + t * blocks + b, key, mask=b < blocks)
+
+
+@triton.jit
+def candidate_kernel(blocks_out, best, blocks, topk, CH: tl.constexpr, ONCE: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    row = best + t * blocks
+    i = tl.arange(0, CH)
+    if ONCE:
+        key = tl.load(row + i, mask=i < blocks, other=-1)
+        threshold = kth_key(key, topk, 17)
+        equals = topk - tl.sum((key > threshold).to(tl.int32), 0)
+        same = (key == threshold).to(tl.int32)
+        chosen = (key > threshold) | ((same == 1) & (tl.cumsum(same, 0) <= equals))
+        tl.store(blocks_out + t * blocks + i, chosen.to(tl.uint8), mask=i < blocks)
+    else:
+        threshold = 0
         for step in range(0, 17):
             candidate = threshold | (65536 >> step)
             count = tl.zeros((CH,), tl.int32)
-            for start in range(0, used, CH):
-                b, key = load_blocks(row, start, S, newest, blocks, BLOCK, CH)
-                count += (key >= candidate).to(tl.int32)
+            for start in range(0, blocks, CH):
+                k = tl.load(row + start + i, mask=start + i < blocks, other=-1)
+                count += (k >= candidate).to(tl.int32)
             threshold = tl.where(tl.sum(count, 0) >= topk, candidate, threshold)
-    above = tl.zeros((CH,), tl.int32)
-    for start in range(0, used, CH):
-        b, key = load_blocks(row, start, S, newest, blocks, BLOCK, CH)
-        above += (key > threshold).to(tl.int32)
-    equals = topk - tl.sum(above, 0)
-    for start in range(0, blocks, CH):
-        b, key = load_blocks(row, start, S, newest, blocks, BLOCK, CH)
-        same = (key == threshold).to(tl.int32)
-        chosen = (key > threshold) | ((same == 1) & (tl.cumsum(same, 0) <= equals))
-        tl.store(blocks_out + t * blocks + b, chosen.to(tl.uint8), mask=b < blocks)
-        equals -= tl.sum(same, 0)
+        above = tl.zeros((CH,), tl.int32)
+        for start in range(0, blocks, CH):
+            k = tl.load(row + start + i, mask=start + i < blocks, other=-1)
+            above += (k > threshold).to(tl.int32)
+        equals = topk - tl.sum(above, 0)
+        for start in range(0, blocks, CH):
+            k = tl.load(row + start + i, mask=start + i < blocks, other=-1)
+            same = (k == threshold).to(tl.int32)
+            chosen = (k > threshold) | ((same == 1) & (tl.cumsum(same, 0) <= equals))
+            tl.store(blocks_out + t * blocks + start + i, chosen.to(tl.uint8), mask=start + i < blocks)
+            equals -= tl.sum(same, 0)
 
 
 @triton.jit
@@ -188,17 +304,53 @@ def index_scores(
     )  # fmt: skip
 
 
+def selection_scratch(T: int, S: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Histograms and places of long rows; arrivals are zero between launches."""
+    chunks = triton.cdiv(S, tables.SELECTION_CHUNK)
+    return {
+        "selection_counts": ((2 * T * chunks * 256,), torch.int32),
+        "selection_places": ((T * chunks * 2,), torch.int32),
+        "selection_state": ((T * 4,), torch.int32),
+        "selection_arrived": ((T,), torch.int32),
+        "selection_best": ((T * S,), torch.int32),
+    }
+
+
+def _scratch(scratch: Any, T: int, S: int, device: torch.device) -> dict[str, Tensor]:
+    if scratch and "selection_counts" in scratch:
+        return scratch
+    return {n: torch.zeros(shape, dtype=dtype, device=device) for n, (shape, dtype) in selection_scratch(T, S).items()}
+
+
 def select(
     selection: Tensor, sel_row: Tensor, score: Tensor, rows: Any, *, ratio: int, keep_unreachable: bool = False,
     scratch: Any = None,
 ) -> None:  # fmt: skip
     plan = rows.ratios[ratio]
     (T, S), topk = score.shape, selection.shape[1]
-    chunk, warps = tables.selection_chunk(S)
-    select_kernel[(T,)](
-        selection, sel_row, score.view(torch.int16), rows.slots, plan.visible, rows.page_table, S, topk,
-        rows.page_table.shape[1], plan.rows_a_page, KEEP=keep_unreachable, CH=chunk, TP=triton.next_power_of_2(topk),
-        num_warps=warps,
+    bits, tp = score.view(torch.int16), max(2, triton.next_power_of_2(topk))
+    paging = (rows.page_table.shape[1], plan.rows_a_page)
+    if tables.SELECTION_ONCE >= S:
+        chunk = max(32, triton.next_power_of_2(S))
+        select_kernel[(T,)](
+            selection, sel_row, bits, rows.slots, plan.visible, rows.page_table, S, topk, *paging,
+            KEEP=keep_unreachable, CH=chunk, TP=tp, num_warps=tables.scan_warps(chunk),
+        )  # fmt: skip
+        return
+    s = _scratch(scratch, T, S, score.device)
+    ch = tables.SELECTION_CHUNK
+    chunks = triton.cdiv(S, ch)
+    high, low = s["selection_counts"][: T * chunks * 256], s["selection_counts"][T * chunks * 256 :]
+    state, places, arrived = s["selection_state"], s["selection_places"], s["selection_arrived"]
+    options = {"KEEP": keep_unreachable, "CH": ch, "num_warps": tables.scan_warps(ch)}
+    cp = triton.next_power_of_2(chunks)
+    first_digit_kernel[(chunks, T)](state, high, arrived, bits, plan.visible, S, topk, chunks, CP=cp, **options)
+    second_digit_kernel[(chunks, T)](
+        state, places, high, low, arrived, bits, plan.visible, S, topk, chunks, CP=cp, **options
+    )
+    gather_chosen_kernel[(chunks, T)](
+        selection, sel_row, state, places, bits, rows.slots, plan.visible, rows.page_table, S, topk, chunks, *paging,
+        TP=tp, **options,
     )  # fmt: skip
 
 
@@ -207,11 +359,16 @@ def candidate_blocks(
 ) -> None:
     plan = rows.ratios[ratio]
     T, S = score.shape
-    chunk, warps = tables.selection_chunk(S // block_size)
+    n = blocks.shape[1]
+    best = _scratch(scratch, T, S, score.device)["selection_best"]
+    per = min(512, max(32, triton.next_power_of_2(n)))
+    best_kernel[(triton.cdiv(n, per), T)](
+        best, score.view(torch.int16), plan.visible, S, n, BLOCK=block_size, CH=per, num_warps=4 if per > 128 else 1
+    )
+    chunk = min(tables.SELECTION_ONCE, max(32, triton.next_power_of_2(n)))
     candidate_kernel[(T,)](
-        blocks.view(torch.uint8), score.view(torch.int16), plan.visible, S, blocks.shape[1], topk_blocks,
-        BLOCK=block_size, CH=min(chunk, 1024), num_warps=warps,
-    )  # fmt: skip
+        blocks.view(torch.uint8), best, n, topk_blocks, CH=chunk, ONCE=chunk >= n, num_warps=tables.scan_warps(chunk)
+    )
 
 
 def mask_scores(score_masked: Tensor, score: Tensor, blocks: Tensor, *, block_size: int, scratch: Any = None) -> None:
