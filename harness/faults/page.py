@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from harness.check import discover
 from harness.faults.catalogue import CATALOGUE, FAMILIES, Fault
 from harness.faults.matrix import Matrix
 from harness.findings import DETECTORS
@@ -113,8 +114,25 @@ def matrix_page(data: dict[str, Any]) -> str:
         f'<div class="cards">{"".join(f"<div><b>{text(n)}</b>{text(what)}</div>" for n, what in cards)}</div>'
         f"{'<ul>' + problems + '</ul>' if problems else ''}"
         f'<div class="wide"><table>{"".join(rows)}</table></div>'
+        f"<h2>What each check has been shown to catch</h2>{by_check(data['faults'])}"
     )
     return document("Faults and the checks that find them", body)
+
+
+def by_check(faults: list[dict[str, Any]]) -> str:
+    """The real defects behind each check: what it proves, and what it found."""
+    proves = {name: check.proves for name, check in discover().items()}
+    found: dict[str, list[str]] = {}
+    for fault in faults:
+        for check in fault["detected_by"]:
+            link = f'<a href="fault-catalogue.html#{text(fault["id"])}">{text(fault["id"])}</a> {text(fault["symptom"])}'
+            found.setdefault(check, []).append(link)
+    rows = [row(["check", "proves", "caught", "real defects that it found"], "th")]
+    for check, links in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):
+        listed = f"<details><summary>{len(links)}</summary>{'<br>'.join(links)}</details>"
+        ids = ", ".join(link.split("</a>")[0] + "</a>" for link in links)
+        rows.append(row([f"<b>{text(check)}</b>", text(proves.get(check, "")), listed, ids]))
+    return f'<div class="wide"><table>{"".join(rows)}</table></div>'
 
 
 def catalogue_page() -> str:
