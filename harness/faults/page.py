@@ -125,7 +125,8 @@ def by_check(faults: list[dict[str, Any]]) -> str:
     found: dict[str, list[str]] = {}
     for fault in faults:
         for check in fault["detected_by"]:
-            link = f'<a href="fault-catalogue.html#{text(fault["id"])}">{text(fault["id"])}</a> {text(fault["symptom"])}'
+            name = text(fault["id"])
+            link = f'<a href="fault-catalogue.html#{name}">{name}</a> {text(fault["symptom"])}'
             found.setdefault(check, []).append(link)
     rows = [row(["check", "proves", "caught", "real defects that it found"], "th")]
     for check, links in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):

@@ -17,11 +17,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from harness.check import Check, CheckContext, CheckResult, discover, run_check
+from harness.checks._compared import Schedule, observe_all, report_of
 from harness.checks._scenario import Truth, memory, row_difference, truth_of
 from harness.context import make_context
 from harness.faults.catalogue import BY_ID
 from harness.faults.mutation import mutated
 from harness.findings import Finding
+from harness.lockstep import wanted_taps
 from harness.operations import Interpreter, Operation, Trace, close_all, from_json
 from harness.shrink import shrink
 from reference.errors import InputError
@@ -94,8 +96,10 @@ class _References(dict):
 
 
 # where a detector has several checks: the cheap and general ones first
-ORDER = ("decode_prefill", "chunks", "batch", "leaks", "rollback", "graphs", "topk_oracle", "reference_limits",
-         "tenants", "snapshot", "interleave", "history", "padding")  # fmt: skip
+ORDER = (
+    *("decode_prefill", "chunks", "batch", "permutation", "leaks", "rollback", "graphs", "topk_oracle"),
+    *("reference_limits", "tenants", "snapshot", "interleave", "history", "padding"),
+)
 
 
 def checks_for(
@@ -230,6 +234,12 @@ def goes_wrong(ctx: CheckContext, check: str, options: dict[str, Any]) -> Callab
                 truth.ensure(prefix)
         return any(mismatch(truth, row) for row in trace.rows)
 
+    def against_reference(operations: list[Operation]) -> bool:
+        names = list(dict.fromkeys(name for operation in operations for name, _ in operation.runs))
+        schedule = Schedule("shrunk", operations, names)
+        observed, _ = observe_all(ctx, ctx.engine_factory(**options), schedule, wanted_taps(ctx.config))
+        return any(report_of(ctx, each).first is not None for each in observed)
+
     def wrong(row: Any, hidden: Any, logits: Any) -> bool:
         return bool(row_difference(row.hidden, hidden, True) or row_difference(row.logits, logits, True))
 
@@ -239,7 +249,12 @@ def goes_wrong(ctx: CheckContext, check: str, options: dict[str, Any]) -> Callab
 
     def fails(operations: list[Operation]) -> bool:
         try:
-            return repeated(operations) if check == "determinism" else against_truth(operations)
+            judge = {
+                "determinism": repeated,
+                "reference_limits": against_reference,
+                "topk_oracle": against_reference,
+            }
+            return judge.get(check, against_truth)(operations)
         except Exception:
             memory(ctx).pop("truths", None)
             return True
