@@ -80,9 +80,9 @@ def expert_tiles(rows: int, top_k: int, experts: int) -> tuple[int, bool]:
     return (64 if slots >= 32 * experts else 16), True
 
 
-def expert_launch(bm: int) -> tuple[int, int]:
-    """(warps, stages): never four warps, see kernels/product.py."""
-    return 2, 3
+def expert_launch(bm: int) -> tuple[int, int, int]:
+    """(outputs of a tile, warps, stages). Four warps only where a tile of rows is too small for the warp-group instruction."""
+    return 64, 2, 3
 
 
 def hyper_splits(width: int) -> int:

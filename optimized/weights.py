@@ -286,7 +286,7 @@ def _attention(
         kv_norm=vector("kv_norm.weight"),
         wq_b=packed("wq_b"),
         attn_sink=vector("attn_sink"),
-        wo_a=stack([pack(g, device, dense=dense) for g in groups]),
+        wo_a=_wo_a(groups, device, dense),
         wo_b=packed("wo_b"),
         compressor=compressor,
         indexer=indexer,

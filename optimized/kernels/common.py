@@ -30,15 +30,15 @@ HALF_FP8 = tl.constexpr(60)
 
 @triton.jit
 def scale_words(byte, HALF: tl.constexpr):
-    """e8m0 bytes -> factors 2^(byte - 127 + HALF) for fp4_scaled and fp8_scaled; 255 -> NaN.
+    """e8m0 bytes of weights or keys -> factors 2^(byte - 127 + HALF) for fp4_scaled and fp8_scaled.
 
-    A factor is a pair of equal bf16 in one word. Bytes from 255 - HALF to 254 (scales above 2^60) don't occur.
+    A factor is a pair of equal bf16 in one word. Bytes above 254 - HALF (scales above 2^60, NaN) don't occur.
     """
     e = byte.to(tl.int32)
     if INTERPRET:
-        return tl.where(e == 255, 0x7FC00000, (e + HALF) << 23).to(tl.float32, bitcast=True)
+        return ((e + HALF) << 23).to(tl.float32, bitcast=True)
     else:
-        return tl.where(e == 255, 0x7FC07FC0, e * 0x00800080 + (HALF << 7) * 0x00010001)
+        return e * 0x00800080 + (HALF << 7) * 0x00010001
 
 
 @triton.jit

@@ -111,7 +111,7 @@ def up_kernel(
     T, limit, K, F, stride, stride_shared,
     D: tl.constexpr, KIND: tl.constexpr, KIND_SHARED: tl.constexpr, QX: tl.constexpr, QX_SHARED: tl.constexpr,
     QDQ: tl.constexpr, PLAN: tl.constexpr, MAPPED: tl.constexpr, LIMITED: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, BK_SHARED: tl.constexpr,
+    FT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BK_SHARED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     slots, ok, row, shared = tile_rows(
@@ -119,21 +119,21 @@ def up_kernel(
     )
     if tl.max(ok.to(tl.int32), 0) == 0:
         return
-    f0 = tl.program_id(0) * 32
-    # rows 0..31 of the tile are w1's, 32..63 w3's, of the same outputs
-    i = tl.arange(0, 64)
-    n = (tl.where(i < 32, i, F - 32 + i) + f0).to(tl.int64)
-    every = i < 64
+    f0 = tl.program_id(0) * FT
+    # the first half of the tile's rows are w1's, the second w3's, of the same outputs
+    i = tl.arange(0, 2 * FT)
+    n = (tl.where(i < FT, i, F - FT + i) + f0).to(tl.int64)
+    every = tl.where(i < FT, i, i - FT) + f0 < F
     t = slots // (K + 1)
     if shared:
         acc = tile_product(
-            w_shared, ws_shared, xsh, xs, n, every, t, ok, stride_shared, 0, D, D, KIND_SHARED, QX_SHARED, 64, BM, BK_SHARED
+            w_shared, ws_shared, xsh, xs, n, every, t, ok, stride_shared, 0, D, D, KIND_SHARED, QX_SHARED, 2 * FT, BM, BK_SHARED
         )
     else:
         acc = tile_product(
-            w, ws, x, xs, row * (2 * F) + n, every, t, ok, stride, 0, D, D, KIND, QX, 64, BM, BK
+            w, ws, x, xs, row * (2 * F) + n, every, t, ok, stride, 0, D, D, KIND, QX, 2 * FT, BM, BK
         )
-    g, u = tl.split(tl.permute(tl.reshape(round_bf16(acc), (2, 32, BM)), (1, 2, 0)))
+    g, u = tl.split(tl.permute(tl.reshape(round_bf16(acc), (2, FT, BM)), (1, 2, 0)))
     if LIMITED:
         # torch: u = u.clamp(-limit, limit); g = g.clamp(max=limit)
         u = tl.minimum(tl.maximum(u, -limit), limit)
@@ -143,14 +143,18 @@ def up_kernel(
     routed = ok & (slots % (K + 1) < K)
     rw = tl.load(weight + t * K + slots % (K + 1), mask=routed, other=1.0)
     z = round_bf16(z * rw[None, :])
-    at = slots[None, :] * F + (f0 + tl.arange(0, 32))[:, None]
-    tl.store(h + at, z.to(tl.bfloat16), mask=ok[None, :])
-    code, byte, value = q8_groups(tl.reshape(z, (1, 32, BM)), 1)
+    f = f0 + tl.arange(0, FT)
+    at = slots[None, :] * F + f[:, None]
+    there = ok[None, :] & (f < F)[:, None]
+    tl.store(h + at, z.to(tl.bfloat16), mask=there)
+    code, byte, value = q8_groups(tl.reshape(z, (FT // 32, 32, BM)), 1)
     if QDQ:
-        tl.store(hq + at, tl.reshape(value, (32, BM)).to(tl.bfloat16), mask=ok[None, :])
+        tl.store(hq + at, tl.reshape(value, (FT, BM)).to(tl.bfloat16), mask=there)
     else:
-        tl.store(hq + at, tl.reshape(code, (32, BM)).to(tl.uint8), mask=ok[None, :])
-        tl.store(hs + slots * (F // 32) + f0 // 32, tl.reshape(byte, (BM,)).to(tl.uint8), mask=ok)
+        tl.store(hq + at, tl.reshape(code, (FT, BM)).to(tl.uint8), mask=there)
+        g = f0 // 32 + tl.arange(0, FT // 32)
+        g_ok = ok[None, :] & (g < F // 32)[:, None]
+        tl.store(hs + slots[None, :] * (F // 32) + g[:, None], byte.to(tl.uint8), mask=g_ok)
 
 
 @triton.jit
@@ -287,12 +291,12 @@ def expert_up(
     xv, qx = _inputs(w13, x, xq)
     xv_s, qx_s = _inputs(shared_w13, x, xq)
     bk, bk_s = tables.k_tile(w13.kind, D), tables.k_tile(shared_w13.kind, D)
-    warps, stages = tables.expert_launch(bm)
-    up_kernel[(F // 32, tiles + triton.cdiv(T, bm))](
+    bn, warps, stages = tables.expert_launch(bm)
+    up_kernel[(triton.cdiv(F, bn // 2), tiles + triton.cdiv(T, bm))](
         h, words(hq, False), hs, xv, xv_s, xs, moe_idx, moe_w, *lists, moe_idx if expert_slots is None else expert_slots,
         codes, ws, codes_s, ws_s, T, float(limit), K, F, stride, stride_s,
         D=D, KIND=kind, KIND_SHARED=kind_s, QX=qx, QX_SHARED=qx_s, QDQ=hq.element_size() == 2, PLAN=planned,
-        MAPPED=expert_slots is not None, LIMITED=limit > 0, BM=bm, BK=bk, BK_SHARED=bk_s,
+        MAPPED=expert_slots is not None, LIMITED=limit > 0, FT=bn // 2, BM=bm, BK=bk, BK_SHARED=bk_s,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -309,8 +313,7 @@ def expert_down(
     kind_s, codes_s, ws_s, stride_s = operands(shared_w2)
     xv, qx = _inputs(w2, h, hq)
     xv_s, qx_s = _inputs(shared_w2, h, hq)
-    warps, stages = tables.expert_launch(bm)
-    bn = 64
+    bn, warps, stages = tables.expert_launch(bm)
     down_kernel[(triton.cdiv(D, bn), tiles + triton.cdiv(T, bm))](
         ye, xv, xv_s, hs, moe_idx, *lists, moe_idx if expert_slots is None else expert_slots, codes, ws, codes_s, ws_s,
         T, K, D, stride, stride_s,
