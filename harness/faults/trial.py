@@ -98,7 +98,7 @@ class _References(dict):
 # where a detector has several checks: the cheap and general ones first
 ORDER = (
     *("decode_prefill", "chunks", "batch", "permutation", "leaks", "rollback", "graphs", "topk_oracle"),
-    *("reference_limits", "tenants", "snapshot", "interleave", "history", "padding"),
+    *("reference_limits", "determinism", "tenants", "snapshot", "interleave", "history", "padding"),
 )
 
 
