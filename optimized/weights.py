@@ -293,6 +293,32 @@ def _attention(
     )
 
 
+def _wo_a(groups: Sequence[Linear], device: torch.device, dense: bool) -> Weight:
+    """The bank of output matrices; for kernels as fp8 where that changes no value, which halves its bytes."""
+    bank = stack([pack(g, device, dense=dense) for g in groups])
+    return bank if dense else narrowed(bank) or bank
+
+
+def narrowed(bank: Weight) -> Weight | None:
+    """A bf16 bank as e4m3 codes and 32x32 power-of-two scales, or None unless every value is kept exactly.
+
+    The release stores wo_a so and widens it at load: what it widened comes back whole.
+    """
+    n, k = bank.shape
+    if bank.kind != "bf16" or n % 32 or k % 32:
+        return None
+    codes, scales = [], []
+    for matrix in bank.codes:  # one at a time: the float32 copies are short-lived
+        tiles = matrix.float().view(n // 32, 32, k // 32, 32)
+        power = seams.fp8_scale(tiles.abs().amax((1, 3), keepdim=True).clamp_min_(1e-30))
+        code = (tiles / power).to(torch.float8_e4m3fn)
+        if not torch.equal(code.float() * power, tiles):
+            return None
+        codes.append(_bytes(code.view(n, k)))
+        scales.append((power.view(torch.int32) >> 23).to(torch.uint8).view(n // 32, k // 32))
+    return Weight("fp8", torch.stack(codes).view(torch.float8_e4m3fn), torch.stack(scales), None, bank.shape)
+
+
 def _moe(weights: Weights, role: LayerRole, device: torch.device, dense: bool, resident: bool) -> MoeWeights:
     prefix = f"{role.prefix}.ffn"
     bias = weights[f"{prefix}.gate.bias"].float().to(device)
