@@ -95,8 +95,10 @@ def ratios() -> dict[str, Any]:
                     "x": {
                         "field": "ratio",
                         "type": "quantitative",
-                        "title": "times the floor of its own format",
+                        "title": "times the floor of its own format (logarithmic)",
+                        "scale": {"type": "log"},
                     },
+                    "x2": {"datum": 1},
                     "color": {
                         "field": "engine",
                         "type": "nominal",
@@ -137,7 +139,13 @@ def peers() -> dict[str, Any]:
                         "sort": BY_ORDER,
                     },
                     "yOffset": {"field": "peer"},
-                    "x": {"field": "factor", "type": "quantitative", "title": "times faster than the peer"},
+                    "x": {
+                        "field": "factor",
+                        "type": "quantitative",
+                        "title": "times faster than the peer (logarithmic)",
+                        "scale": {"type": "log"},
+                    },
+                    "x2": {"datum": 1},
                     "color": {
                         "field": "peer",
                         "type": "nominal",

@@ -110,7 +110,10 @@ function fillTable(table, columns, rows) {
       } else if (typeof r[c] === "number") {
         td.className = "n";
         td.textContent = c === "bytes" || c === "capacity" ? r[c].toLocaleString("en") : number(r[c]);
-      } else td.textContent = r[c] == null ? "" : String(r[c]);
+      } else {
+        td.textContent = r[c] == null ? "" : String(r[c]);
+        if (c === "run") td.className = "line";
+      }
       tr.append(td);
     }
     tbody.append(tr);
@@ -152,7 +155,7 @@ async function draw() {
     if (id === "heat" && innerWidth < 900) filled.encoding.x.axis.labelAngle = -60;
     views[id] = await vegaEmbed(place, filled, {renderer: "svg", actions: false, config: config()});
   }
-  const all = records.map(r => ({...r, run: runLabel(r.run), engine: engineOf(r), shape: shapeOf(r)})).reverse();
+  const all = records.map(r => ({...r, run: `#${r.run + 1} ${RUNS[r.run].commit.slice(0, 7)}`, engine: engineOf(r), shape: shapeOf(r)})).reverse();
   fillTable(document.getElementById("table-figures"), COLUMNS.figures, all);
   document.documentElement.dataset.drawn = String(Number(document.documentElement.dataset.drawn ?? 0) + 1);
 }
