@@ -70,7 +70,7 @@ def test_kernel_tests_run_in_a_process_of_their_own(tmp_path):
         list(kernel_cases(tmp_path))
     folder = tmp_path / "tests" / "optimized" / "kernels"
     folder.mkdir(parents=True)
-    (folder / "test_compiles.py").write_text(
+    (folder / "test_ahead_of_time.py").write_text(
         "def test_good():\n    pass\n\n\ndef test_bad():\n    assert 1 == 2\n"
     )
     assert {c.name: c.status for c in kernel_cases(tmp_path)} == {"test_good": "passed", "test_bad": "failed"}
