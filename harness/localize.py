@@ -56,13 +56,23 @@ def first_place(engine: Any, finding: Finding, ctx: CheckContext) -> Divergence 
     if not path:
         return None
     observed = from_rows(path)
-    if ctx.weights is not None:
-        exact, release = ctx.reference(precision="float64"), ctx.reference()
-        first = against_reference(exact, release, observed, weights=ctx.weights).first
-        if first is not None:
-            return first
-    fresh = observe(engine, observed.tokens, taps=taps)
-    return first_of_rows(fresh, observed, [role.index for role in ctx.config.layers()])
+    first = judged(observed, ctx)
+    if first is not None:
+        return first
+    whole = observe(engine, observed.tokens, taps=taps)
+    if "bitwise" not in engine.declines():
+        return first_of_rows(whole, observed, [role.index for role in ctx.config.layers()])
+    # the other side of the comparison may be the wrong one: a plain schedule of the same tokens
+    single = observe(engine, observed.tokens, range(len(observed.tokens)), taps=taps)
+    return judged(whole, ctx) or judged(single, ctx)
+
+
+def judged(observed: Observed, ctx: CheckContext) -> Divergence | None:
+    """The first divergence from the reference, None without weights to build it from."""
+    if ctx.weights is None:
+        return None
+    exact, release = ctx.reference(precision="float64"), ctx.reference()
+    return against_reference(exact, release, observed, weights=ctx.weights).first
 
 
 def rows_on_path(rows: list[Row], finding: Finding) -> list[Row]:

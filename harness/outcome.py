@@ -115,6 +115,12 @@ def run_checks(
     return outcome
 
 
+def plainness(finding: Finding) -> tuple[bool, bool, int, int]:
+    """Sort key: what plain decoding shows is told so, what a fixed check shows before what the search found."""
+    position = finding.position if finding.position is not None else 0
+    return finding.detector != "DP", finding.check == SEARCHING, len(finding.operations), position
+
+
 def root_of(finding: Finding) -> tuple[Any, ...]:
     """What findings of one root share: layer and tap; the fault of an engine that broke down; check and message."""
     if finding.layer is not None:
@@ -124,7 +130,7 @@ def root_of(finding: Finding) -> tuple[Any, ...]:
 
 
 def by_root(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings of one root as one: the same layer and tap, first seen with the shortest operation list.
+    """Findings of one root as one: the same layer and tap, in its plainest form.
 
     A check that fails in twenty scenarios for one reason says one thing; which checks and positions saw it
     stands in the details. Findings without a layer are their own root by check and message.
@@ -134,7 +140,7 @@ def by_root(findings: Iterable[Finding]) -> list[Finding]:
         groups.setdefault(root_of(finding), []).append(finding)
     merged = []
     for group in groups.values():
-        best = min(group, key=lambda f: (len(f.operations), f.position if f.position is not None else 0))
+        best = min(group, key=plainness)
         if len(group) > 1:
             seen = {"seen": len(group), "by": sorted({f.check for f in group}),
                     "positions": sorted({f.position for f in group if f.position is not None})}  # fmt: skip
