@@ -90,7 +90,7 @@ def kth_key(key, k, BITS: tl.constexpr):
     """The k-th largest of keys int32 [CH] (CH <= 32768), or 0 if fewer than k are >= 0: two bits a pass."""
     threshold = 0
     for step in tl.static_range((BITS + 1) // 2):
-        unit: tl.constexpr = 1 << (2 * ((BITS + 1) // 2 - 1 - step))
+        unit = 1 << (2 * ((BITS + 1) // 2 - 1 - step))
         # three counts of at most 15 bits in one sum
         one = (key >= threshold + unit).to(tl.int64)
         two = (key >= threshold + 2 * unit).to(tl.int64)
