@@ -112,7 +112,7 @@ def attention(width: int) -> tuple[int, int, int, int]:
 SCORE_KEYS = 128  # index keys of one program
 
 
-SELECTION_ONCE = 16384  # scores of a row that one program holds
+SELECTION_ONCE = 8192  # scores of a row that one program holds
 SELECTION_CHUNK = 4096  # scores of one of several programs
 
 
