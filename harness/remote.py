@@ -27,8 +27,8 @@ from harness import wire
 from harness.engine import CAPABILITIES, Run, StepResult
 from harness.guard import EngineFault
 from reference.contract import Ledger
-from reference.engram import EngramTable
 from reference.errors import ConfigError, DSV41Error
+from reference.parameters import engram_table
 from reference.weights import tensor_specs
 
 CHUNK = 1 << 16
@@ -353,8 +353,8 @@ def dense(weights: Any, name: str, scaled: bool) -> Tensor:
     prefix = name.removesuffix(".weight")
     if not prefix.endswith("engram.embed"):
         return weights.linear(prefix).dequantized(torch.float32)
-    table = EngramTable(weights[name], weights[f"{prefix}.scale"])
-    return table.lookup(torch.arange(len(table.weight)).unsqueeze(-1), torch.float32)
+    table = engram_table(weights, prefix.removesuffix(".embed"))
+    return table.lookup(torch.arange(table.size).unsqueeze(-1), torch.float32)
 
 
 def remote_factory(command: str) -> Callable[..., RemoteEngine]:

@@ -117,11 +117,25 @@ class CheckpointWeights(Weights):
             )
         return converted
 
-    def _read(self, stored: StoredTensor) -> Tensor:
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Rows ids [M] of a table.  Of one that is too large to keep, only these rows are read."""
+        if self.spec(name).nbytes <= self._cache_bytes:
+            return super().rows(name, ids)
+        if name not in self:
+            raise WeightsError(field="name", expected="a tensor of these weights", actual=name)
+        return torch.cat([self._read(self._stored[name], row) for row in ids.tolist()]).view(
+            self.spec(name).dtype
+        )
+
+    def _read(self, stored: StoredTensor, row: int | None = None) -> Tensor:
+        """The tensor, or one row of it: [1, ...]."""
         try:
             if stored.file not in self._readers:
                 self._readers[stored.file] = safe_open(stored.file, framework="pt")
-            tensor = self._readers[stored.file].get_tensor(stored.key)
+            reader = self._readers[stored.file]
+            tensor = (
+                reader.get_tensor(stored.key) if row is None else reader.get_slice(stored.key)[row : row + 1]
+            )
         except Exception as error:  # safetensors and the system each have their own kinds
             words = "a readable tensor"
             raise WeightsError(

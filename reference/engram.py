@@ -17,6 +17,7 @@ Apply:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -91,19 +92,23 @@ def ngram_rows(tokens: Tensor, multipliers: Tensor, primes: Tensor, offsets: Ten
 
 @dataclass(frozen=True)
 class EngramTable:
-    """Hashed embeddings: weight float8_e4m3fn [rows, width], scale float8_e8m0fnu [rows, width/32]."""
+    """Hashed embeddings, read a row at a time: a table of the release is 100 GB.
 
-    weight: Tensor
-    scale: Tensor
+    size: rows of the table.  weight, scale: rows [M] -> float8_e4m3fn [M, width], float8_e8m0fnu [M, width/32].
+    """
+
+    size: int
+    weight: Callable[[Tensor], Tensor]
+    scale: Callable[[Tensor], Tensor]
 
     def lookup(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """rows [T, columns] -> [T, columns * width], exact; a row id outside the table reads zeros."""
-        inside = (rows >= 0) & (rows < len(self.weight))
-        safe = torch.where(inside, rows, 0)
-        codes = self.weight.view(torch.uint8)[safe].view(torch.float8_e4m3fn).to(torch.float32).to(dtype)
-        scale = decode_e8m0(self.scale.view(torch.uint8)[safe], dtype)
-        values = (codes.unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)).flatten(-2)
-        return torch.where(inside.unsqueeze(-1), values, 0).flatten(1)
+        inside = (rows >= 0) & (rows < self.size)
+        wanted, place = torch.where(inside, rows, 0).unique(return_inverse=True)
+        values = self.weight(wanted).to(torch.float32).to(dtype)
+        scale = decode_e8m0(self.scale(wanted), dtype)
+        values = (values.unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)).flatten(-2)
+        return torch.where(inside.unsqueeze(-1), values[place], 0).flatten(1)
 
 
 @dataclass(frozen=True)

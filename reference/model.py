@@ -110,7 +110,7 @@ class Model:
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [T] -> (the streams [T, N, D], pre_mix [T, N] one-hot on the first stream)."""
-        rows = self.weights["embed.weight"][token_ids].to(self.precision.dtype)
+        rows = self.weights.rows("embed.weight", token_ids).to(self.precision.dtype)
         pre_mix = rows.new_zeros((len(rows), self.config.hc_mult))
         pre_mix[:, 0] = 1
         return rows.unsqueeze(1).repeat(1, self.config.hc_mult, 1), pre_mix

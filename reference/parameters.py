@@ -7,7 +7,7 @@ because 384 of them in float64 would not fit a machine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Tensor
 
@@ -70,12 +70,19 @@ def _hyper_connection(config: V41Config, site: str, vector: Vector) -> HyperConn
 def _engram(weights: Weights, role: LayerRole, vector: Vector) -> Engram:
     prefix = f"{role.prefix}.engram"
     return Engram(
-        table=EngramTable(weights[f"{prefix}.embed.weight"], weights[f"{prefix}.embed.scale"]),
+        table=engram_table(weights, prefix),
         wkv=weights.linear(f"{prefix}.wkv"),
         q_weight=vector(f"{prefix}.q_weight"),
         k_weight=vector(f"{prefix}.k_weight"),
         norm_eps=weights.config.rms_norm_eps,
     )
+
+
+def engram_table(weights: Weights, prefix: str) -> EngramTable:
+    """The hashed embeddings under `prefix`, of which only the rows that are looked up are read."""
+    weight, scale = f"{prefix}.embed.weight", f"{prefix}.embed.scale"
+    size = weights.spec(weight).shape[0]
+    return EngramTable(size, partial(weights.rows, weight), partial(weights.rows, scale))
 
 
 def _attention(weights: Weights, role: LayerRole, vector: Vector) -> Attention:

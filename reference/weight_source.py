@@ -71,6 +71,14 @@ class Weights(ABC):
             return None
         return self[name]
 
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a tensor, which is not read.  WeightsError for a name that the model lacks."""
+        return spec_of(self.config, name)
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Rows ids [M] of a table: [M, ...] in its storage format."""
+        return take_rows(self[name], ids)
+
     def linear(self, prefix: str) -> Linear:
         """The matrix `prefix.weight` with `prefix.scale` beside it where its format has one."""
         from reference.linear import Linear
@@ -127,6 +135,13 @@ class DictWeights(Weights):
 
     def _load(self, spec: TensorSpec) -> Tensor:
         return self._tensors[spec.name]
+
+
+def take_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """table[ids]; through bytes for the eight-bit formats, which torch does not index."""
+    if table.element_size() > 1:
+        return table[ids]
+    return table.view(torch.uint8)[ids].view(table.dtype)
 
 
 def shape_words(spec: TensorSpec) -> str:

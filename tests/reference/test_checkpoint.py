@@ -256,3 +256,17 @@ def test_one_layer_of_a_checkpoint_of_released_size(tmp_path):
     assert weights["layers.20.ffn.experts.383.w2.weight"].shape == (5120, 1152)
     assert weights.bytes_read == 5120 * 1152
     assert len(CheckpointWeights(tmp_path, flash).files_opened) == 41
+
+
+def test_only_the_rows_that_are_looked_up_are_read_of_a_large_table(tmp_path):
+    save_file(TENSORS, tmp_path / "toy.safetensors")
+    name = "layers.1.engram.embed.weight"
+    ids = torch.tensor([5, 0, 183, 5])
+    weights = CheckpointWeights(tmp_path, TOY, cache_bytes=TENSORS[name].nbytes - 1)
+    rows = weights.rows(name, ids)
+    assert rows.dtype == torch.float8_e4m3fn
+    assert torch.equal(rows.view(torch.uint8), TENSORS[name].view(torch.uint8)[ids])
+    assert weights.bytes_read == len(ids) * TENSORS[name].shape[1]
+    small = CheckpointWeights(tmp_path, TOY)
+    assert torch.equal(small.rows(name, ids).view(torch.uint8), rows.view(torch.uint8))
+    assert small.bytes_read == TENSORS[name].nbytes
