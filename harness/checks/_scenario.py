@@ -74,9 +74,9 @@ def ratios(config: Any) -> list[int]:
 
 
 def horizon(config: Any) -> int:
-    """Tokens of a check's sequences: far enough for every cut of a small config, for two windows of a large one."""
+    """Tokens of a check's sequences: far enough for every cut of a small config, for three windows of a large one."""
     window = config.sliding_window
-    return 5 * window + 8 if window <= 32 else 2 * window + 40
+    return 5 * window + 8 if window <= 32 else 3 * window + 40
 
 
 def cuts(config: Any) -> list[int]:
@@ -321,7 +321,7 @@ def run_scenarios(
     """Run scenarios until the list or (for those that are no must) the budget ends; findings are capped."""
     result = CheckResult() if result is None else result
     began, sample = time.perf_counter(), getattr(ctx, "sample", None)
-    for index, scenario in enumerate(scenarios):
+    for index, scenario in enumerate(() if memory(ctx).get("reached") else scenarios):
         if not scenario.must and time.perf_counter() - began > ctx.budget:
             continue
         if sample is not None and not sampled(sample, index, ctx.seed):
@@ -353,11 +353,15 @@ def run_scenarios(
                 )
             return result
         found = play(ctx, check, detector, engine, scenario, truth, result)
+        if scenario.name == getattr(ctx, "until", None):
+            memory(ctx)["reached"] = True
         if found is not None:
             result.findings.append(found)
             ctx.forget(engine)  # its state is no longer to be trusted
             if stops_first(ctx) or len(result.findings) >= MAX_FINDINGS:
                 break
+        if memory(ctx).get("reached"):
+            break
     return result
 
 
@@ -368,7 +372,10 @@ def sampled(sample: tuple[int, int], index: int, seed: int) -> bool:
 
 
 def part_wanted(ctx: CheckContext, index: int) -> bool:
-    """Whether a part of a check that is no scenario runs: every one, or of a sampled context one of three."""
+    """Whether a part of a check that is no scenario runs: every one, or of a sampled context one of three; none once
+    the scenario that a trial wants (`until`) has been played."""
+    if memory(ctx).get("reached"):
+        return False
     return getattr(ctx, "sample", None) is None or (index + ctx.seed) % 3 == 0
 
 

@@ -41,6 +41,7 @@ class TrialContext(CheckContext):
 
     stop_first: bool = True
     blind: bool = False
+    until: str | None = None  # the last scenario to play
     sample: tuple[int, int] | None = None  # the first n scenarios of a check, then one of m
 
 
@@ -98,7 +99,16 @@ class _References(dict):
 # where a detector has several checks: the cheap and general ones first
 ORDER = (
     *("decode_prefill", "chunks", "batch", "permutation", "leaks", "rollback", "graphs", "topk_oracle"),
-    *("reference_limits", "determinism", "tenants", "snapshot", "interleave", "history", "padding"),
+    *(
+        "reference_limits",
+        "determinism",
+        "capacity",
+        "tenants",
+        "snapshot",
+        "interleave",
+        "history",
+        "padding",
+    ),
 )
 
 
@@ -146,7 +156,8 @@ def try_fault(fault_id: str, *, engine: str = "optimized", config: str = "toy", 
             trial.operations = len(found.operations)
         trial.finding = found.to_dict()
         if control:
-            trial.control = blind_run(fault_id, check, engine, config, seed) is None
+            until = found.details.get("scenario")
+            trial.control = blind_run(fault_id, check, engine, config, seed, until=until) is None
         break
     trial.seconds = round(time.process_time() - began, 2)  # of this process: others may be at work beside it
     return trial
@@ -161,9 +172,11 @@ def first_finding(fault_id: str, check: Check, wanted: frozenset[str] | None, en
     return hits[0] if hits else None
 
 
-def blind_run(fault_id: str, check: Check, engine: str, config: str, seed: int) -> Finding | None:
+def blind_run(
+    fault_id: str, check: Check, engine: str, config: str, seed: int, until: str | None = None
+) -> Finding | None:
     """The negative control: the same check with its comparisons disabled. A path not taken is no catch."""
-    with mutated(fault_id, context(engine, config, seed, blind=True), engine) as ctx:
+    with mutated(fault_id, context(engine, config, seed, blind=True, until=until), engine) as ctx:
         result = run_check(check, ctx)
     hits = [f for f in result.findings if f.detector not in ("PATH", "CRASH", "PROTO")]
     return hits[0] if hits else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,8 @@ BY_FAULT = {"reference_limits": "F104", "topk_oracle": "F30"}  # they look insid
 CASES = [(check, defect) for check, defects in SEEDED.items() for defect in defects]
 
 
-def run(check: str, *defects: str, blind: bool = False, seed: int = 0) -> CheckResult:
-    config = load_config("toy")
+def run(check: str, *defects: str, blind: bool = False, seed: int = 0, window: int = 8) -> CheckResult:
+    config = replace(load_config("toy"), sliding_window=window)
 
     def factory(config: object = config, weights: object = None, **options: object) -> Guarded:
         return Guarded(prefix_engine.build(config, weights, defects=defects, **options))
@@ -64,6 +65,12 @@ def test_no_alarm_on_a_correct_engine(check: str) -> None:
         result = run(check, seed=seed)
         assert [f.text() for f in result.findings] == []
         assert not result.declined
+
+
+@pytest.mark.parametrize("check", SEEDED)
+def test_no_alarm_with_a_large_window(check: str) -> None:
+    result = run(check, window=40)
+    assert [f.text() for f in result.findings] == []
 
 
 @pytest.mark.parametrize("check", BY_FAULT)
