@@ -21,7 +21,7 @@ _NO_SUM = "0" * 64
 
 def seal(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """Tensors and metadata -> bytes."""
-    blob = save({k: t.contiguous() for k, t in tensors.items()}, {**metadata, "checksum": _NO_SUM})
+    blob = _ordered(save({k: t.contiguous() for k, t in tensors.items()}, {**metadata, "checksum": _NO_SUM}))
     return _replace_checksum(blob, _NO_SUM, hashlib.sha256(blob).hexdigest())
 
 
@@ -70,6 +70,16 @@ def _metadata(blob: bytes) -> dict[str, str]:
         return {str(key): str(value) for key, value in metadata.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged("header", "JSON with the metadata of a snapshot", type(error).__name__) from error
+
+
+def _ordered(blob: bytes) -> bytes:
+    """The same blob with its metadata in order, so that equal content gives equal bytes."""
+    end = 8 + int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
+    return len(text).to_bytes(8, "little") + text + blob[end:]
 
 
 def _replace_checksum(blob: bytes, old: str, new: str) -> bytes:

@@ -10,6 +10,7 @@ table, and nothing else is mutable between steps.
     index_key  kv source     append      S // r     fp4 codes, e8m0 scales [Ci/2 + Ci/32]    bf16 [Ci]
     ngram      the model     ring        n - 1 + R  int32                                    int64, all S tokens
     length     the model     scalar      1          int64                                    the same
+    floor      the model     scalar      1          int64, lowest length to rewind to        -
 
 S = the sequence's capacity in tokens, R = spare ring rows, r = the layer's compress ratio, n = the largest
 n-gram, C = head_dim, Ci = index_head_dim. "packed" is the serving format, "release" what the release's own
@@ -149,3 +150,5 @@ def _model_kinds(config: V41Config, capacity: int, form: str, spare: int) -> Ite
         else:
             yield StateKind("ngram", None, capacity, (), torch.int64, "history", None, True, "S")
     yield StateKind("length", None, 1, (), torch.int64, "scalar", None, True, "1")
+    if form == "packed":
+        yield StateKind("floor", None, 1, (), torch.int64, "scalar", None, True, "1")

@@ -93,6 +93,10 @@ def test_drafting_from_an_empty_sequence(release):
         release.draft(release.open(4), 1)
 
 
+def test_equal_states_have_equal_snapshots(release, sequence):
+    assert len({release.snapshot(sequence) for _ in range(8)}) == 1
+
+
 def test_damaged_snapshots(release, sequence):
     blob, live = release.snapshot(sequence), release.ledger().sequences
     for place in (0, 9, len(blob) // 3, len(blob) // 2, len(blob) - 1):

@@ -90,6 +90,7 @@ def test_kinds_follow_from_the_roles():
         "index_key": [2, 4, 5],
         "ngram": [None],
         "length": [None],
+        "floor": [None],
     }
     assert [kind.name for kind in layer_state(TOY, 4, capacity=16)] == [
         "window",
