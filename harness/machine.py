@@ -136,6 +136,13 @@ def machine_class(search: Search) -> type[RuleBasedStateMachine]:
         def decode_all(self, text: int, replay: bool) -> None:
             self.step([(name, self.ids(name, text, 1)) for name in self.live], replay)
 
+        @precondition(lambda self: self.live and hasattr(self.searcher.engine, "fault_injection"))
+        @rule(index=st.integers(0, 3), text=text, count=lengths, stage=st.sampled_from(ops.CAPTURE_STAGES))
+        def fail_capture(self, index: int, text: int, count: int, stage: str) -> None:
+            """A replayed step whose capture, if it needs one, breaks: it must run all the same, once."""
+            self.run(Operation("fail_capture", target=stage))
+            self.extend_by(self.pick(index), text, count, True)
+
         @precondition(lambda self: len(self.live) > 1)
         @rule(
             counts=st.lists(lengths, min_size=2, max_size=MOST_LIVE),

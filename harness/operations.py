@@ -33,7 +33,9 @@ OPERATIONS: dict[str, str] = {
     "close": "sequence",
     "forget": "target: drop a blob",
     "churn": "length: allocate and free that many blocks of odd sizes, so that addresses move",
+    "fail_capture": "target: the next capture fails there, once (engines that offer fault_injection)",
 }
+CAPTURE_STAGES = ("capture.begin", "capture.body", "capture.end", "capture.null")
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,12 @@ class Book:
             tokens = self.blobs.get(operation.target or "")
             fits = tokens is not None and len(tokens) <= (operation.capacity or 0)
             return fits and operation.sequence not in self.live and operation.sequence not in self.closed
-        if op in ("forget", "churn"):
-            return op == "churn" or operation.target in self.blobs
+        if op == "forget":
+            return operation.target in self.blobs
+        if op == "fail_capture":
+            return operation.target in CAPTURE_STAGES
+        if op == "churn":
+            return True
         if held is None:
             return op == "close" and operation.sequence in self.closed
         if op == "rollback":
@@ -330,6 +336,8 @@ class Interpreter:
             self.blobs.pop(target, None)
         elif op == "churn":
             self._churn(operation.length or 1)
+        elif op == "fail_capture":
+            fail_next_capture(engine, target)
         if operation.expect is None:
             self.trace.book.apply(operation)
 
@@ -355,6 +363,18 @@ class Interpreter:
         """
         fresh = [torch.full((1 + 977 * (i % 13),), float("nan")) for i in range(blocks)]
         self._ballast = fresh[::2]
+
+
+def fail_next_capture(engine: Any, stage: str) -> None:
+    """Arm one failure at a stage of the next capture; nothing on an engine that offers no fault injection."""
+
+    def inject(point: str) -> None:
+        if point == stage:
+            engine.fault_injection = None
+            raise RuntimeError(f"injected at {stage}")
+
+    if hasattr(engine, "fault_injection"):
+        engine.fault_injection = inject
 
 
 def run_operations(engine: Engine, operations: Iterable[Operation], *, taps: Iterable[str] = ()) -> Trace:

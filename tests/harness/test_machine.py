@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from harness import operations as ops
 from harness.check import CheckContext
 from harness.commands import replayed
 from harness.findings import Finding
@@ -36,10 +38,27 @@ def search(ctx: CheckContext) -> Finding:
 def test_no_false_alarm_and_every_kind_of_operation_is_drawn(toy):
     result = search_operations(context(toy, 3, 4.0))
     assert not result.findings
-    for path in ("open", "step", "rollback", "snapshot", "restore", "branch", "close", "illegal", "replay", "churn",
-                 "several sequences", "multi-token step", "window wrapped", "top-k cut"):  # fmt: skip
+    kinds = "open step rollback snapshot restore branch close illegal replay churn fail_capture".split()
+    for path in (*kinds, "several sequences", "multi-token step", "window wrapped", "top-k cut"):
         assert result.paths.get(path), path
     assert result.notes["sequences held against the reference"] > 0
+
+
+@pytest.mark.parametrize("stage", ops.CAPTURE_STAGES)
+def test_an_armed_capture_fails_once_and_its_step_runs(toy, stage):
+    engine = context(toy, 3, 1.0).engine_factory()
+    plain = [ops.open_("a", 12), ops.step(("a", (1, 2, 3))), ops.step(("a", (4,)), replay=True)]
+    armed = [
+        *plain[:2],
+        ops.Operation("fail_capture", target=stage),
+        *plain[2:],
+        ops.step(("a", (5,)), replay=True),
+    ]
+    broken = ops.run_operations(engine, armed)
+    stats = engine.model.runner.stats
+    assert not broken.surprises and stats.failed_captures == 1 and stats.captures == 1
+    whole = ops.run_operations(context(toy, 3, 1.0).engine_factory(), plain)
+    assert torch.equal(broken.rows[3].logits, whole.rows[3].logits)
 
 
 @pytest.mark.slow

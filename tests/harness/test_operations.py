@@ -32,6 +32,7 @@ EVERYTHING = [
     open_("a", 8), step(("a", [1, 2, 3])), snapshot("a", "s"), rollback("a", 2), branch("a", "b"),
     step(("a", [4]), ("b", [5]), replay=True), restore("c", "s", 9), close("a"),
     expecting(step(("a", [1])), "StateError"), Operation("churn", length=3), Operation("forget", target="s"),
+    Operation("fail_capture", target="capture.body"),
 ]  # fmt: skip
 
 
@@ -119,14 +120,16 @@ def test_the_book_knows_floors_and_capacities():
     assert book.live["a"].floor == 3
     assert book.allows(rollback("a", 3)) and not book.allows(rollback("a", 2))
     assert book.allows(expecting(rollback("a", 2), "RollbackError"))
-    assert not book.allows(step(("a", [1] * 4))) and book.allows(expecting(step(("a", [1] * 4)), "CapacityError"))
+    assert not book.allows(step(("a", [1] * 4))) and book.allows(
+        expecting(step(("a", [1] * 4)), "CapacityError")
+    )
     book.apply(branch("a", "b"))
     assert book.live["b"].floor == 5 and not book.allows(expecting(rollback("b", 4), "RollbackError"))
 
 
 def test_a_list_loses_what_makes_no_sense():
     without_open = [operation for operation in EVERYTHING if operation.op != "open"]
-    assert [operation.op for operation in sensible(without_open, 8)] == ["churn"]
+    assert [operation.op for operation in sensible(without_open, 8)] == ["churn", "fail_capture"]
     assert sensible(EVERYTHING, 8) == EVERYTHING
 
 
@@ -151,11 +154,18 @@ def test_surprises(broken, operations, expected, actual):
 
 
 def test_shrinking_keeps_what_fails_and_nothing_else():
-    noise = [open_("x", 20), *(step(("x", [i, i])) for i in range(6)), snapshot("x", "s"), restore("y", "s", 30)]
+    noise = [
+        open_("x", 20),
+        *(step(("x", [i, i])) for i in range(6)),
+        snapshot("x", "s"),
+        restore("y", "s", 30),
+    ]
     operations = [*noise, *EVERYTHING, *(step(("x", [9])) for _ in range(3))]
 
     def fails(candidate):
-        return any(s.actual.startswith("length") for s in run_operations(Paper("no rollback"), candidate).surprises)
+        return any(
+            s.actual.startswith("length") for s in run_operations(Paper("no rollback"), candidate).surprises
+        )
 
     assert fails(operations)
     small = shrink(operations, fails, max_rollback=8, seconds=20)
