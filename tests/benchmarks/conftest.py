@@ -26,7 +26,8 @@ RUN_ID = dt.datetime.now(dt.UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
 def device_name() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """These figures are a CPU's, by its clock. A GPU's are measured by events around graph replays: h200.py."""
+    return "cpu"
 
 
 @cache

@@ -35,7 +35,10 @@ from tests.benchmarks.peers import Inputs, TorchLayer, update_error
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-FACTOR = 4.0  # of the error that bf16 activations alone make in the plain form
+# our update's distance from the plain form with the same casts, as a share of bf16's own distance from fp32: below 1
+# where only sums differ in order; a route weight left out gives 1.7 to 5. A row whose routing flips at a near tie is far
+# off.
+MEDIAN, WORST, FLIPPED = 1.5, 2.5, 0.1
 NOTE = "bf16 weights, two to four times the bytes of ours; activations are not quantised"
 RUN_ID = time.strftime("%Y%m%dT%H%M%S")
 
@@ -205,25 +208,20 @@ class Bench:
         return given, taps[names[3]].to(DEVICE), taps[names[4]]
 
     def check_ours(self, role: LayerRole, plain: TorchLayer, batch: int) -> dict[str, Any]:
-        """Our layer's update against the plain form with the release's quantisers in fp32, row by row."""
+        """Our layer's update against the plain form with the release's casts, row by row, by what bf16 itself costs."""
         given, ours, _ = self.inputs(role, batch)
         exact = self.plain(plain, torch.float32, True, given)
         rounded = self.plain(plain, torch.bfloat16, True, given)
-        allowed = update_error(rounded, exact, given.stream).clamp_min(2.0**-8)
-        error = update_error(ours, exact, given.stream)
-        # a row whose routing flips at a near tie is far off in both; the share of such rows is bounded
-        flips = error > FACTOR * allowed
-        passed = bool(flips.double().mean() <= 0.05) and bool(error.median() <= FACTOR * allowed.median())
+        noise = update_error(rounded, exact, given.stream).clamp_min(2.0**-8)
+        ratio = update_error(ours, rounded, given.stream) / noise
+        passed = bool(ratio.median() <= MEDIAN) and bool((ratio > WORST).double().mean() <= FLIPPED)
         detail = {
-            "median": float(error.median()),
-            "worst": float(error.max()),
-            "bf16_median": float(allowed.median()),
-            "rows_beyond": int(flips.sum()),
-            "factor": FACTOR,
+            "median": float(ratio.median()),
+            "worst": float(ratio.max()),
+            "noise_median": float(noise.median()),
+            "rows_beyond": int((ratio > WORST).sum()),
         }
-        what = (
-            "the update against plain torch with the release's quantisers in fp32, by the error of bf16 alone"
-        )
+        what = "the update against plain torch with the release's casts, as a share of what bf16 costs against fp32"
         what += "; the selection is the stable top-k of its scores"
         return {"passed": passed, "check": what, "detail": detail}
 
@@ -398,7 +396,8 @@ def guarded(name: str, calls: Iterator[Callable[[], None]] | list[Callable[[], N
                 torch.cuda.synchronize()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """The records of a run; written to --out as they come."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64] if CUDA else [1, 3])
@@ -406,7 +405,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=["eager"])
     parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--note", default="")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_grad_enabled(False)
     if not CUDA:
         torch.set_num_threads(1)
@@ -442,6 +441,7 @@ def main() -> None:
     if "compile" in options.peers:  # minutes of compiling, so last
         guarded("compiled peer", [lambda: bench.peer(layer, "compile", min(options.batches))])
         save("compiled peer")
+    return bench.records
 
 
 if __name__ == "__main__":
