@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
 from harness.checks._scenario import (
     Scenario,
     boundaries,
+    broke_off,
     chunked,
     horizon,
+    is_blind,
     other,
+    part_wanted,
     requires,
+    row_difference,
     run_scenarios,
     stream,
+    truth_of,
 )
+from harness.engine import Run
+from reference.errors import RollbackError
 
 NAME = "branches"
 AFTER = 3
@@ -64,8 +72,50 @@ def rewound(ctx: CheckContext) -> Scenario:
     return Scenario("the parent rewound behind its branch", tuple(operations), (a, b))
 
 
+def behind(ctx: CheckContext, result: CheckResult) -> None:
+    """A copy rewound behind the point where it was made: refused, or right; never half of it."""
+    engine, count = ctx.engine(), horizon(ctx.config)
+    n, a = 2 * ctx.config.sliding_window + 2, stream(ctx, "a")
+    truth, bitwise = truth_of(ctx, "prefill"), "bitwise" not in engine.declines()
+    truth.ensure(a)
+    ways: dict[str, Callable[[Any], Any]] = {"branch": engine.branch}
+    if "snapshot" not in engine.declines():
+        ways["restored sequence"] = lambda parent: engine.restore(engine.snapshot(parent), count)
+    for name, copy in ways.items():
+        for back in sorted({1, 3, min(engine.max_rollback, n)}):
+            parent = engine.open(count)
+            engine.step([Run(parent, a[:n], 0)])
+            child = copy(parent)
+            result.operations += 5
+            try:
+                engine.rollback(child, n - back)
+            except RollbackError:
+                result.took("rewound behind the copy: refused")
+            else:
+                result.took("rewound behind the copy: done")
+                step = engine.step([Run(child, a[n - back : n + 2], n - back)])
+                for row in range(back + 2):
+                    wrong = row_difference(truth.rows[a[: n - back + row + 1]][0], step.hidden[row], bitwise)
+                    if wrong is not None and not is_blind(ctx):
+                        message = f"a {name} rewound by {back} answers wrongly at position {n - back + row}"
+                        result.findings.append(
+                            ctx.finding(NAME, "SN", message, position=n - back + row, tap="hidden",
+                                        expected=wrong.expected, actual=wrong.actual)
+                        )  # fmt: skip
+                        ctx.forget(engine)
+                        return
+            engine.close(child)
+            engine.close(parent)
+
+
 def run(ctx: CheckContext) -> CheckResult:
-    return run_scenarios(ctx, NAME, "SN", scenarios(ctx), style="prefill")
+    result = run_scenarios(ctx, NAME, "SN", scenarios(ctx), style="prefill")
+    if not result.findings and "rollback" not in ctx.engine().declines() and part_wanted(ctx, 1):
+        try:
+            behind(ctx, result)
+        except Exception as error:
+            result.findings += broke_off(ctx, NAME, "SN", error, "rewound behind the copy")
+    return result
 
 
 CHECK = Check(
