@@ -38,8 +38,27 @@ def search(ctx: CheckContext) -> Finding:
 def test_no_false_alarm_and_every_kind_of_operation_is_drawn(toy):
     result = search_operations(context(toy, 3, 4.0))
     assert not result.findings
-    kinds = "open step rollback snapshot restore branch close illegal replay churn fail_capture".split()
-    for path in (*kinds, "several sequences", "multi-token step", "window wrapped", "top-k cut"):
+    kinds = [
+        "open",
+        "step",
+        "rollback",
+        "snapshot",
+        "restore",
+        "branch",
+        "close",
+        "illegal",
+        "replay",
+        "churn",
+        "fail_capture",
+    ]
+    for path in (
+        *kinds,
+        "fail_capture",
+        "several sequences",
+        "multi-token step",
+        "window wrapped",
+        "top-k cut",
+    ):
         assert result.paths.get(path), path
     assert result.notes["sequences held against the reference"] > 0
 
