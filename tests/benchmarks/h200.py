@@ -36,7 +36,7 @@ from tests.benchmarks.peers import Inputs, TorchLayer, update_error
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 # our update's distance from the plain form with the same casts, as a share of bf16's own distance from fp32: below 1
-# where only sums differ in order; a route weight left out gives 1.7 to 5. A row whose routing flips at a near tie is far
+# where only sums differ in order; a route weight left out gives 1.7 to 5. A row whose routing flips at a tie is far
 # off.
 MEDIAN, WORST, FLIPPED = 1.5, 2.5, 0.1
 NOTE = "bf16 weights, two to four times the bytes of ours; activations are not quantised"

@@ -120,7 +120,9 @@ def test_checks_part_runs_the_engine_and_writes_findings(tmp_path, monkeypatch):
     from harness import check
 
     def planted(context):
-        return check.CheckResult([context.finding("planted", "DET", "two runs differ at L3.stream")], {"p": 1})
+        return check.CheckResult(
+            [context.finding("planted", "DET", "two runs differ at L3.stream")], {"p": 1}
+        )
 
     kept = {name: c for name, c in check.discover().items() if name == "graphs"}
     kept["planted"] = check.Check("planted", "that findings arrive", planted)
