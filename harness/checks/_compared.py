@@ -9,7 +9,10 @@ from typing import Any
 
 from harness import operations as ops
 from harness.check import CheckContext
-from harness.checks._scenario import Paths, Tokens, horizon, most_rows, stream
+from harness.checks._lengths import horizon
+from harness.checks._paths import Paths
+from harness.checks._scenario import stream
+from harness.checks._truth import Tokens, most_rows
 from harness.findings import Finding
 from harness.lockstep import Divergence, Report, against_reference
 from harness.observed import Observed, from_rows

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.check import CheckContext
-from harness.checks._scenario import memory
+from harness.checks._truth import memory
 from reference.weight_specs import TensorSpec
 from reference.weights import RandomWeights, Weights
 

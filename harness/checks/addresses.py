@@ -12,7 +12,8 @@ from typing import Any
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import Scenario, broke_off, chunked, horizon, is_blind, run_scenarios, stream
+from harness.checks._lengths import horizon
+from harness.checks._scenario import Scenario, broke_off, chunked, is_blind, run_scenarios, stream
 
 NAME = "addresses"
 KINDS = ("window", "pending", "ngram", "latent", "index_key")

@@ -8,17 +8,10 @@ from collections.abc import Iterator
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import (
-    Scenario,
-    Tokens,
-    horizon,
-    most_rows,
-    most_sequences,
-    part_wanted,
-    requires,
-    run_scenarios,
-    stream,
-)
+from harness.checks._lengths import horizon
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, most_sequences, part_wanted, run_scenarios, stream
+from harness.checks._truth import Tokens, most_rows
 from harness.checks._variants import with_ties
 from harness.operations import Operation
 

@@ -7,21 +7,19 @@ from typing import Any
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
+from harness.checks._lengths import boundaries, horizon
+from harness.checks._paths import requires
 from harness.checks._scenario import (
     Scenario,
-    boundaries,
     broke_off,
     chunked,
-    horizon,
     is_blind,
     other,
     part_wanted,
-    requires,
-    row_difference,
     run_scenarios,
     stream,
-    truth_of,
 )
+from harness.checks._truth import row_difference, truth_of
 from harness.engine import Run
 from reference.errors import RollbackError
 

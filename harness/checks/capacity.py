@@ -9,17 +9,9 @@ from typing import Any
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import (
-    Scenario,
-    broke_off,
-    chunked,
-    is_blind,
-    most_rows,
-    other,
-    requires,
-    run_scenarios,
-    stream,
-)
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, broke_off, chunked, is_blind, other, run_scenarios, stream
+from harness.checks._truth import most_rows
 from harness.engine import Run
 from harness.operations import Operation
 from reference.errors import CapacityError, DSV41Error, InputError, StateError

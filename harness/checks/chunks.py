@@ -7,16 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import (
-    Scenario,
-    Tokens,
-    boundaries,
-    chunked,
-    horizon,
-    requires,
-    run_scenarios,
-    stream,
-)
+from harness.checks._lengths import boundaries, horizon
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, chunked, run_scenarios, stream
+from harness.checks._truth import Tokens
 from harness.operations import Operation
 from reference.errors import DSV41Error
 

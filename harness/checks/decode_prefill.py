@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import Scenario, boundaries, chunked, horizon, requires, run_scenarios, stream
+from harness.checks._lengths import boundaries, horizon
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, chunked, run_scenarios, stream
 
 AFTER = 4  # decode steps after each prefill: both phases of a ratio-2 group, twice
 NAME = "decode_prefill"

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import (
-    Scenario,
-    Truth,
-    broke_off,
-    chunked,
-    horizon,
-    most_rows,
-    part_wanted,
-    play,
-    requires,
-    stops_first,
-    stream,
-)
+from harness.checks._lengths import horizon
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, broke_off, chunked, part_wanted, play, stops_first, stream
+from harness.checks._truth import Truth, most_rows
 from harness.checks._variants import with_ties
 from harness.checks.batch import Batch
 from harness.checks.rollback import verify

@@ -12,16 +12,16 @@ from typing import Any
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
+from harness.checks._lengths import horizon
+from harness.checks._paths import requires
 from harness.checks._scenario import (
     Hook,
     Scenario,
     broke_off,
     chunked,
-    horizon,
     is_blind,
     most_sequences,
     other,
-    requires,
     run_scenarios,
     stops_first,
     stream,

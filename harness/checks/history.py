@@ -7,7 +7,9 @@ from itertools import permutations
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import Scenario, horizon, other, requires, run_scenarios, stream
+from harness.checks._lengths import horizon
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, other, run_scenarios, stream
 from harness.operations import Operation
 
 NAME = "history"

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import broke_off, is_blind, row_difference, stream
+from harness.checks._scenario import broke_off, is_blind, stream
+from harness.checks._truth import row_difference
 from harness.engine import Run
 
 NAME = "images"

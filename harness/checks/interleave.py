@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import Scenario, horizon, requires, run_scenarios, stream
+from harness.checks._lengths import horizon
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, run_scenarios, stream
 
 NAME = "interleave"
 

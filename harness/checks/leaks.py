@@ -18,9 +18,9 @@ import torch
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
+from harness.checks._lengths import horizon
 from harness.checks._scenario import (
     broke_off,
-    horizon,
     is_blind,
     most_sequences,
     other,

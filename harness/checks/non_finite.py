@@ -14,16 +14,15 @@ import torch
 from harness import operations as ops
 from harness import taps as tap_names
 from harness.check import Check, CheckContext, CheckResult
+from harness.checks._lengths import horizon
+from harness.checks._paths import Paths, requires
 from harness.checks._scenario import (
-    Paths,
     broke_off,
     chunked,
     engine_with,
-    horizon,
     is_blind,
     most_sequences,
     part_wanted,
-    requires,
     stream,
 )
 from harness.checks._variants import with_large_queries

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import Scenario, most_rows, most_sequences, requires, run_scenarios
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, most_sequences, run_scenarios
+from harness.checks._truth import most_rows
 from harness.checks.batch import Batch
 
 NAME = "padding"

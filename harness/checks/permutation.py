@@ -6,16 +6,9 @@ from collections.abc import Iterator
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import (
-    Scenario,
-    boundaries,
-    chunked,
-    horizon,
-    most_sequences,
-    requires,
-    run_scenarios,
-    stream,
-)
+from harness.checks._lengths import boundaries, horizon
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, chunked, most_sequences, run_scenarios, stream
 
 NAME = "permutation"
 PAGE = 16  # tokens of the smallest sequences opened here: about a page of most engines

@@ -20,13 +20,8 @@ from harness.checks._compared import (
     schedules,
     vocabulary,
 )
-from harness.checks._scenario import (
-    broke_off,
-    is_blind,
-    part_wanted,
-    requires,
-    stops_first,
-)
+from harness.checks._paths import requires
+from harness.checks._scenario import broke_off, is_blind, part_wanted, stops_first
 from harness.checks._variants import with_yarn
 from harness.engine import Run
 from harness.lockstep import wanted_taps

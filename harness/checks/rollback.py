@@ -10,16 +10,9 @@ from collections.abc import Iterator
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
-from harness.checks._scenario import (
-    Scenario,
-    chunked,
-    horizon,
-    other,
-    ratios,
-    requires,
-    run_scenarios,
-    stream,
-)
+from harness.checks._lengths import horizon, ratios
+from harness.checks._paths import requires
+from harness.checks._scenario import Scenario, chunked, other, run_scenarios, stream
 from harness.operations import Operation
 
 NAME = "rollback"

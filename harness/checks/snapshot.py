@@ -15,23 +15,21 @@ from typing import Any
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
+from harness.checks._lengths import boundaries, horizon
+from harness.checks._paths import requires
 from harness.checks._scenario import (
     Scenario,
-    boundaries,
     broke_off,
     chunked,
     engine_with,
-    horizon,
     is_blind,
     other,
     part_wanted,
-    requires,
-    row_difference,
     run_scenarios,
     stops_first,
     stream,
-    truth_of,
 )
+from harness.checks._truth import row_difference, truth_of
 from harness.engine import Run
 from reference.blob import seal, unseal
 from reference.errors import SnapshotError

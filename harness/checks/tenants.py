@@ -12,24 +12,23 @@ from typing import Any
 
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
+from harness.checks._lengths import horizon
+from harness.checks._paths import requires
 from harness.checks._scenario import (
     Hook,
     Scenario,
     broke_off,
     chunked,
     engine_with,
-    horizon,
     is_blind,
     most_sequences,
     other,
     part_wanted,
-    requires,
-    row_difference,
     run_scenarios,
     stops_first,
     stream,
-    truth_of,
 )
+from harness.checks._truth import row_difference, truth_of
 from harness.checks.batch import Batch
 from harness.checks.rollback import verify
 from harness.engine import Engine, Run

@@ -21,13 +21,8 @@ from harness.checks._compared import (
     report_of,
     schedules,
 )
-from harness.checks._scenario import (
-    broke_off,
-    is_blind,
-    part_wanted,
-    requires,
-    stops_first,
-)
+from harness.checks._paths import requires
+from harness.checks._scenario import broke_off, is_blind, part_wanted, stops_first
 from harness.checks._variants import with_ties
 from harness.decisions import Verdict, judge_selection
 from harness.findings import Finding

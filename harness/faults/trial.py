@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.check import Check, CheckContext, CheckResult, discover, run_check
 from harness.checks._compared import Schedule, observe_all, report_of
-from harness.checks._scenario import Truth, memory, row_difference, truth_of
+from harness.checks._truth import Truth, memory, row_difference, truth_of
 from harness.context import make_context
 from harness.faults.catalogue import BY_ID
 from harness.faults.mutation import mutated
