@@ -31,7 +31,7 @@ def context_bucket(tokens: int, page_tokens: int, max_pages: int) -> int:
 # kernels: a sum's order may depend on the tile of K and on the splits below, which follow (kind, K) or the width alone; tiles of rows and
 # of outputs may follow the number of rows
 
-BK_LIMIT = {"fp4": 128, "fp8": 128, "bf16": 128, "fp32": 64}  # columns of one step along K
+BK_LIMIT = {"fp4": 256, "fp8": 128, "bf16": 128, "fp32": 64}  # columns of one step along K
 
 
 def k_tile(kind: str, k: int) -> int:
@@ -47,6 +47,7 @@ def row_tile(rows: int) -> int:
     return min(64, max(8, 1 << (rows - 1).bit_length()))
 
 
+MEETING_QUERIES = 16  # the same for the parts of a query's list
 MEETING_ROWS = 128  # up to here the parts of a long sum are programs of their own
 PARTS, TILES = 1 << 17, 4096  # partial sums a row of a product, tiles: what the scratch holds
 CHAIN = 10  # steps along K that one program adds up at most, where the grid isn't full anyway
@@ -77,12 +78,12 @@ def expert_tiles(rows: int, top_k: int, experts: int) -> tuple[int, bool]:
     slots = rows * top_k
     if slots <= 1024:
         return 8, False
-    return (64 if slots >= 32 * experts else 16), True
+    return (32 if slots >= 16 * experts else 16), True
 
 
 def expert_launch(bm: int) -> tuple[int, int, int]:
     """(outputs of a tile, warps, stages). Four warps only where a tile of rows is too small for the warp-group instruction."""
-    return 64, 2, 3
+    return 64, (4 if bm == 8 else 2), 3
 
 
 def hyper_splits(width: int) -> int:

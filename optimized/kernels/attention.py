@@ -24,10 +24,14 @@ from optimized.kernels.common import (
     INTERPRET,
     bf16_pair,
     e4m3_value,
+    fp4_scaled,
     fp4_times,
+    fp8_scaled,
     fp8_times,
     round_bf16,
     scale_values,
+    scale_words,
+    value_words,
 )
 
 
@@ -37,7 +41,9 @@ UNIT = tl.constexpr(9223372036854775808.0)  # 2^63
 
 
 @triton.jit
-def window_tile(codes, scales, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr):
+def window_tile(
+    codes, scales, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr
+):
     """(even, odd) CT [L, PC] of fp8 rows at int16 / uint8 views of one buffer, pairs c0 .. c0 + PC."""
     pair = c0 + tl.arange(0, PC)
     width: tl.constexpr = C + C // 32
@@ -45,12 +51,17 @@ def window_tile(codes, scales, row, live, c0, C: tl.constexpr, L: tl.constexpr, 
     G: tl.constexpr = PC // 16
     g = c0 // 16 + tl.arange(0, G)
     b = tl.load(scales + row[:, None] * width + C + g[None, :], mask=live[:, None], other=0)
-    s = tl.reshape(tl.broadcast_to(scale_values(b, HALF_WINDOW)[:, :, None], (L, G, 16)), (L, PC))
-    return fp8_times((v & 0xFF).to(tl.uint8), s), fp8_times(((v >> 8) & 0xFF).to(tl.uint8), s)
+    low, high = (v & 0xFF).to(tl.uint8), ((v >> 8) & 0xFF).to(tl.uint8)
+    if WORDS:
+        w = tl.reshape(tl.broadcast_to(scale_words(b, HALF_WINDOW)[:, :, None], (L, G, 16)), (L, PC))
+        return fp8_scaled(low, w), fp8_scaled(high, w)
+    else:
+        s = tl.reshape(tl.broadcast_to(scale_values(b, HALF_WINDOW)[:, :, None], (L, G, 16)), (L, PC))
+        return fp8_times(low, s), fp8_times(high, s)
 
 
 @triton.jit
-def latent_tile(codes, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr):
+def latent_tile(codes, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr):
     """(even, odd) CT [L, PC] of fp4 rows with one e4m3 scale for 16 channels."""
     pair = c0 + tl.arange(0, PC)
     width: tl.constexpr = C // 2 + C // 16
@@ -58,8 +69,11 @@ def latent_tile(codes, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.c
     G: tl.constexpr = PC // 8
     g = c0 // 8 + tl.arange(0, G)
     b = tl.load(codes + row[:, None] * width + C // 2 + g[None, :], mask=live[:, None], other=0)
-    s = (e4m3_value(b.to(tl.int32)) * UNIT).to(CT)
-    return fp4_times(v, tl.reshape(tl.broadcast_to(s[:, :, None], (L, G, 8)), (L, PC)))
+    s = e4m3_value(b.to(tl.int32)) * UNIT
+    if WORDS:
+        return fp4_scaled(v, tl.reshape(tl.broadcast_to(value_words(s)[:, :, None], (L, G, 8)), (L, PC)))
+    else:
+        return fp4_times(v, tl.reshape(tl.broadcast_to(s.to(CT)[:, :, None], (L, G, 8)), (L, PC)))
 
 
 @triton.jit
@@ -85,27 +99,31 @@ def selected_places(sel, t, place, W: tl.constexpr, SEL: tl.constexpr):
 def tile_of(
     win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, c0,
     WINDOW: tl.constexpr, CHOSEN: tl.constexpr, W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    PC: tl.constexpr,
+    PC: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """(even, odd, mask of the places) of a block that holds window places, chosen ones, or both."""
+    """(even, odd, mask of the places) of a block that holds window places, chosen ones, or both.
+
+    WORDS: with 64 heads the rows are decoded where a thread holds neighbouring channels and go to the warp-group instruction through
+    shared memory; with fewer they are decoded in the operand's own layout, where neighbours are rows.
+    """
     place = block * L + tl.arange(0, L)
     if WINDOW:
         r, n, in_ring, in_step = window_places(ring, step, from_step, live, t, place, W)
         # a place is in the ring or in this step's rows, never in both; an absent one reads zeros
-        even, odd = window_tile(win_codes, win_scales, r, in_ring, c0, C, L, PC)
-        e, o = window_tile(row_codes, row_scales, n, in_step, c0, C, L, PC)
+        even, odd = window_tile(win_codes, win_scales, r, in_ring, c0, C, L, PC, WORDS)
+        e, o = window_tile(row_codes, row_scales, n, in_step, c0, C, L, PC, WORDS)
         even = tl.where(in_step[:, None], e, even)
         odd = tl.where(in_step[:, None], o, odd)
         here = in_ring | in_step
         if CHOSEN:
             s, there = selected_places(sel, t, place, W, SEL)
-            e, o = latent_tile(latent, s, there, c0, C, L, PC)
+            e, o = latent_tile(latent, s, there, c0, C, L, PC, WORDS)
             even = tl.where(there[:, None], e, even)
             odd = tl.where(there[:, None], o, odd)
             here = here | there
     else:
         s, here = selected_places(sel, t, place, W, SEL)
-        even, odd = latent_tile(latent, s, here, c0, C, L, PC)
+        even, odd = latent_tile(latent, s, here, c0, C, L, PC, WORDS)
     return even, odd, here
 
 
@@ -124,7 +142,7 @@ def block_scores(
         qe, qo = bf16_pair(v)
         even, odd, here = tile_of(
             win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, c0,
-            WINDOW, CHOSEN, W, SEL, C, L, PC,
+            WINDOW, CHOSEN, W, SEL, C, L, PC, HP >= 64,
         )  # fmt: skip
         # torch: s = q @ kv.T * scale
         acc = tl.dot(qe, tl.trans(even), acc, input_precision="ieee")
@@ -169,7 +187,7 @@ def add_blocks(
     for block in range(begin, end):
         even, odd, here = tile_of(
             win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, c0,
-            WINDOW, CHOSEN, W, SEL, C, L, PC,
+            WINDOW, CHOSEN, W, SEL, C, L, PC, HP >= 64,
         )  # fmt: skip
         at = ((t * blocks + block) * H + head[:, None]) * L + tl.arange(0, L)[None, :]
         v = tl.load(score + at, mask=(head < H)[:, None], other=float("-inf"))
@@ -313,7 +331,7 @@ def attention_scratch(T: int, H: int, C: int, places: int) -> dict[str, tuple[tu
     _, pc, per, _ = tables.attention(C)
     parts, slices = triton.cdiv(blocks, per), C // 2 // pc
     hp = max(16, triton.next_power_of_2(H))
-    met = T if T <= tables.MEETING_ROWS else 0
+    met = T if T <= tables.MEETING_QUERIES else 0
     return {
         "attention_score": ((T * blocks * H * BLOCK,), torch.float32),
         "attention_parts": ((met * slices * parts * hp * (2 * pc + 2) + 1,), torch.float32),
@@ -344,7 +362,7 @@ def sparse_attention(
     hp = max(16, triton.next_power_of_2(H))
     pc, slice_pairs, per, warps = tables.attention(C)
     n_parts = triton.cdiv(blocks, per)
-    meet = n_parts > 1 and tables.MEETING_ROWS >= T
+    meet = n_parts > 1 and tables.MEETING_QUERIES >= T
     scores_kernel[(blocks, T)](
         score, q.view(torch.int32), *packed, scale, H, blocks, W=W, SEL=SEL, C=C, HP=hp, L=BLOCK, PC=pc,
         num_warps=warps, num_stages=2,

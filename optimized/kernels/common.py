@@ -49,6 +49,15 @@ def scale_values(byte, HALF: tl.constexpr):
 
 
 @triton.jit
+def value_words(v):
+    """float32 values that a bf16 holds -> factors for fp4_scaled."""
+    if INTERPRET:
+        return v
+    else:
+        return (v.to(tl.int32, bitcast=True) >> 16 & 0xFFFF) * 0x00010001
+
+
+@triton.jit
 def fp4_scaled(b, factor):
     """b uint8 -> (low nibbles, high nibbles) * factor as CT, times 2^-126.
 
