@@ -18,6 +18,8 @@ from harness.lockstep import Divergence, Report, against_reference
 from harness.observed import Observed, from_rows
 from harness.operations import Interpreter, Operation
 
+FAR = 262  # positions past which bf16 counts no integers exactly, and a few more
+
 
 class Schedule:
     """A named operation list and the sequences of it that are compared."""
@@ -42,6 +44,14 @@ def schedules(ctx: CheckContext) -> Iterator[Schedule]:
         batch += [ops.step(("b", b[3:4]), ("c", c[window + 1 : window + 2]))]
         batch += [ops.step(("c", c[window + 2 : 2 * window]), ("b", b[4:7]))]
         yield Schedule("a batch of unequal lengths", batch, ("b", "c"))
+
+
+def far(ctx: CheckContext) -> Schedule:
+    """Positions beyond 256, where a number kept too short begins to err."""
+    rows = min(most_rows(ctx.engine()), 128)
+    tokens = stream(ctx, "far", FAR)
+    steps = [ops.step(("a", tokens[i : i + rows])) for i in range(0, FAR, rows)]
+    return Schedule(f"{FAR} tokens", (ops.open_("a", FAR), *steps), ("a",))
 
 
 def observe_all(

@@ -25,6 +25,7 @@ from harness.checks._truth import Tokens, Truth, memory, row_difference, truth_o
 from harness.engine import Engine
 from harness.findings import Finding
 from harness.operations import Interpreter, Operation, Row
+from reference.errors import DSV41Error
 
 Hook = Callable[[Engine], None]
 MAX_FINDINGS = 5  # of one check: more of them say no more
@@ -68,6 +69,16 @@ def other(ctx: CheckContext, tokens: Sequence[int], shift: int = 1) -> Tokens:
 
 def most_sequences(engine: Any) -> int:
     return int(getattr(engine, "max_sequences", None) or 8)
+
+
+def can_hold(ctx: CheckContext, count: int) -> bool:
+    """Whether the engine takes a sequence of so many tokens."""
+    engine = ctx.engine()
+    try:
+        engine.close(engine.open(count))
+    except DSV41Error:
+        return False
+    return True
 
 
 def chunked(name: str, tokens: Sequence[int], size: int, **kw: Any) -> list[Operation]:

@@ -90,6 +90,17 @@ def with_large_queries(ctx: CheckContext, factor: float = 64.0) -> CheckContext 
     return variant(ctx, "large queries", ctx.config, Changed(ctx.weights, changes))
 
 
+def with_large_activations(ctx: CheckContext, factor: float = 48.0) -> CheckContext | None:
+    """Mixture inputs so large that the clamps of its experts matter."""
+    if ctx.weights is None or ctx.config.swiglu_limit <= 0:
+        return None
+    changes = {
+        f"layers.{role.index}.ffn_norm.weight": lambda weight: (weight.float() * factor).to(weight.dtype)
+        for role in ctx.config.layers()
+    }
+    return variant(ctx, "large activations", ctx.config, Changed(ctx.weights, changes))
+
+
 def with_yarn(ctx: CheckContext) -> CheckContext | None:
     """YaRN from an original context of 16 positions on, so that its frequencies matter at once."""
     if ctx.weights is None or ctx.config.original_max_position_embeddings:

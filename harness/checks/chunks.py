@@ -9,10 +9,9 @@ from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
 from harness.checks._lengths import boundaries, horizon
 from harness.checks._paths import requires
-from harness.checks._scenario import Scenario, chunked, run_scenarios, stream
+from harness.checks._scenario import Scenario, can_hold, chunked, run_scenarios, stream
 from harness.checks._truth import Tokens
 from harness.operations import Operation
-from reference.errors import DSV41Error
 
 NAME = "chunks"
 RANDOM_SPLITS = 12
@@ -23,16 +22,6 @@ def cut(tokens: Tokens, edges: Iterable[int]) -> list[Operation]:
     inner = sorted({e for e in edges if 0 < e < len(tokens)})
     limits = [0, *inner, len(tokens)]
     return [ops.step(("a", tokens[i:j])) for i, j in itertools.pairwise(limits)]
-
-
-def can_hold(ctx: CheckContext, count: int) -> bool:
-    """Whether the engine takes a sequence of so many tokens."""
-    engine = ctx.engine()
-    try:
-        engine.close(engine.open(count))
-    except DSV41Error:
-        return False
-    return True
 
 
 def scenarios(ctx: CheckContext) -> Iterator[Scenario]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 from harness import operations as ops
 from harness.check import Check, CheckContext, CheckResult
 from harness.checks._compared import (
+    FAR,
     Schedule,
+    far,
     finding_of,
     observe_all,
     operations_of,
@@ -21,8 +23,8 @@ from harness.checks._compared import (
     vocabulary,
 )
 from harness.checks._paths import requires
-from harness.checks._scenario import broke_off, is_blind, part_wanted, stops_first
-from harness.checks._variants import with_yarn
+from harness.checks._scenario import broke_off, can_hold, is_blind, part_wanted, stops_first
+from harness.checks._variants import with_large_activations, with_yarn
 from harness.engine import Run
 from harness.lockstep import wanted_taps
 
@@ -79,6 +81,11 @@ def run(ctx: CheckContext) -> CheckResult:
     yarn = with_yarn(ctx)
     if yarn is not None and part_wanted(ctx, 0):
         plans.append((yarn, list(schedules(yarn))[:1]))
+    large = with_large_activations(ctx)
+    if large is not None and part_wanted(ctx, 1):
+        plans.append((large, list(schedules(large))[:1]))
+    if ctx.config.sliding_window <= 32 and can_hold(ctx, FAR) and part_wanted(ctx, 2):
+        plans.append((ctx, [far(ctx)]))
     try:
         for context, parts in plans:
             for schedule in parts:
