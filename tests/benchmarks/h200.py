@@ -286,14 +286,13 @@ class Bench:
         self.add(component, "optimized", samples, parts, check, role, batch, tokens, experts, backend=backend,
                  nodes=kernels(call), mode="graph" if CUDA else "eager")  # fmt: skip
 
-    def peer(self, layer: TorchLayer, kind: str, batch: int) -> None:
+    def peer(self, layer: TorchLayer, kind: str, batch: int, mode: str = "default") -> None:
         layer.form, layer.experts = ("eager", "gather") if kind == "eager" else ("scalars", "gather")
         if CUDA and batch > 8:
             layer.experts = "grouped"
         given, _, chosen = self.inputs(self.reuse, batch)
         call: Callable[[Inputs], Any] = layer
         if kind == "compile":
-            mode = "max-autotune-no-cudagraphs" if CUDA else "default"
             call = torch.compile(layer, dynamic=False, mode=mode)
         check = self.check_peer(layer, call, given)
         samples, _ = timed(lambda: call(given))
@@ -302,7 +301,7 @@ class Bench:
         parts = layer_costs(config, self.reuse, Step(batch, 1, self.context + 1, experts))
         self.add("layer.reuse", f"peer.torch_{kind}", samples, parts, check, self.reuse, batch, 1, experts,
                  backend="torch", nodes=kernels(lambda: call(given)), mode="graph" if kind == "eager" else "compile",
-                 format="bf16", comparable=False, note=f"{NOTE}; {layer.experts} experts")  # fmt: skip
+                 format="bf16", comparable=False, note=f"{NOTE}; {layer.experts} experts" + (f"; mode {mode}" if kind == "compile" else ""))  # fmt: skip
 
     def liger(self, layer: TorchLayer, batch: int) -> None:
         """liger-kernel's hyper-connections: coefficients, collapse and expand of both sites."""
@@ -403,6 +402,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64] if CUDA else [1, 3])
     parser.add_argument("--context", type=int, default=4096 if CUDA else 48)
     parser.add_argument("--peers", nargs="*", default=["eager"])
+    parser.add_argument("--compile-mode", default="max-autotune-no-cudagraphs" if CUDA else "default")
     parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--note", default="")
     options = parser.parse_args(arguments)
@@ -439,7 +439,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         guarded("prefill", [lambda: bench.prefill(options.prefill)])
         save("prefill")
     if "compile" in options.peers:  # minutes of compiling, so last
-        guarded("compiled peer", [lambda: bench.peer(layer, "compile", min(options.batches))])
+        guarded(
+            "compiled peer",
+            [lambda: bench.peer(layer, "compile", min(options.batches), options.compile_mode)],
+        )
         save("compiled peer")
     return bench.records
 
