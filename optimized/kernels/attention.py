@@ -34,7 +34,6 @@ from optimized.kernels.common import (
     value_words,
 )
 
-
 # decoded values carry 2^-63: an e4m3's 2^-120 and an e2m1's 2^-126 with what their scales put in
 HALF_WINDOW = tl.constexpr(57)
 UNIT = tl.constexpr(9223372036854775808.0)  # 2^63

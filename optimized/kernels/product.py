@@ -27,7 +27,6 @@ from optimized.kernels.common import (
     CT,
     FP4,
     FP8,
-    FP32,
     HALF_FP4,
     HALF_FP8,
     KINDS,

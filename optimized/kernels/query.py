@@ -16,7 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized import tables
-from optimized.kernels.common import e2m1_code, e4m3_code, e4m3_value, power_f32, q8_groups, round_bf16, scale_byte
+from optimized.kernels.common import (
+    e2m1_code,
+    e4m3_code,
+    e4m3_value,
+    power_f32,
+    q8_groups,
+    round_bf16,
+    scale_byte,
+)
 from optimized.kernels.hyper import norm_row, store_q8
 from optimized.kernels.product import words
 

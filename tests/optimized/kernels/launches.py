@@ -14,7 +14,6 @@ from reference.config import V41Config
 from reference.engram import hash_constants
 from reference.weight_source import Weights
 from reference.weight_specs import TensorSpec, tensor_specs
-
 from tests.optimized.kernels.recorder import Compilation, noted
 
 FLASH_LAYERS = (1, 2, 3, 20, 21, 24)

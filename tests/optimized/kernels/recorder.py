@@ -51,9 +51,7 @@ def noted(found: dict[Compilation, None]) -> Iterator[None]:
             signature.append((name, kind))
             if kind == "constexpr":
                 constants.append((name, value))
-            elif isinstance(value, Tensor) and value.data_ptr() % 16 == 0:
-                aligned.append(i)
-            elif isinstance(value, int) and kind != "i1" and value % 16 == 0:
+            elif (isinstance(value, Tensor) and value.data_ptr() % 16 == 0) or (isinstance(value, int) and kind != "i1" and value % 16 == 0):
                 aligned.append(i)
         found[Compilation(self, tuple(signature), tuple(constants), tuple(aligned), options)] = None
 
