@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harness.check import Check, CheckContext, CheckResult
 from harness.checks._scenario import broke_off, is_blind, stream
 from harness.checks._truth import row_difference
 from harness.engine import Run
+from harness.taps import split
 
 NAME = "images"
 Mask = tuple[bool, ...]
@@ -113,9 +115,9 @@ def run(ctx: CheckContext) -> CheckResult:
         ways["after a rejected verify"] = rejected
     if "snapshot" not in declined:
         ways["after a restore"] = restored
-    hashed = bool(ctx.config.engram_layer_ids) and "taps" not in declined
+    taps = () if "taps" in declined else inner_taps(ctx.config)
     try:
-        truth = Walk(engine, tokens, mask, result).step(0, len(tokens), ("engram_hash",) if hashed else ())
+        truth = Walk(engine, tokens, mask, result).step(0, len(tokens), taps)
         truth.close()
         result.took("image tokens", sum(mask))
         for how, way in ways.items():
@@ -124,36 +126,60 @@ def run(ctx: CheckContext) -> CheckResult:
             way(walk)
             walk.close()
             compare(ctx, truth, walk, how, result)
-        if hashed:
-            hash_rows(ctx, truth, tokens, mask, result)
+        if taps:
+            inside(ctx, truth, tokens, mask, result)
     except Exception as error:
         result.findings += broke_off(ctx, NAME, "DP", error)
     return result
 
 
-def hash_rows(
-    ctx: CheckContext, truth: Walk, tokens: tuple[int, ...], mask: Mask, result: CheckResult
-) -> None:
-    """n-gram rows are those of the reference, and not those without a mask."""
+def inner_taps(config: Any) -> tuple[str, ...]:
+    """Where the layers see an image: n-grams and their gate, and the first layer's choice of experts."""
+    roles = config.layers()
+    gates = tuple(f"L{role.index}.engram_gate" for role in roles if role.has_engram)
+    return (*(("engram_hash", *gates) if gates else ()), f"L{roles[0].index}.moe_idx")
+
+
+def inside(ctx: CheckContext, truth: Walk, tokens: tuple[int, ...], mask: Mask, result: CheckResult) -> None:
+    """n-gram rows are those of the reference, gates of image tokens are shut, experts chosen by the image bias."""
     reference = ctx.reference(precision="release")
-    rows = {}
+    taps, shown = inner_taps(ctx.config), {}
     for name, each in (("with", mask), ("without", None)):
-        walk = Walk(reference, tokens, each, result).step(0, len(tokens), ("engram_hash",))
+        walk = Walk(reference, tokens, each, result).step(0, len(tokens), taps)
         walk.close()
-        rows[name] = walk.taps["engram_hash"]
-    result.took("n-grams blocked by an image", int((rows["with"] != rows["without"]).any()))
-    wrong = (rows["with"] != truth.taps["engram_hash"]).flatten(1).any(-1).nonzero().flatten()
-    if len(wrong) and not is_blind(ctx):
-        at = int(wrong[0])
-        message = f"the n-gram rows of position {at} are not those that the image tokens leave"
-        expected, actual = (
-            torch.as_tensor(t)[at].tolist() for t in (rows["with"], truth.taps["engram_hash"])
-        )
-        result.findings.append(
-            ctx.finding(
-                NAME, "REF", message, position=at, tap="engram_hash", expected=expected, actual=actual
-            )
-        )
+        shown[name] = walk.taps
+    for tap in taps:
+        if tap not in truth.taps:
+            continue
+        marked, plain, ours = (torch.as_tensor(t[tap]) for t in (shown["with"], shown["without"], truth.taps))
+        wrong = judge(tap, marked, plain, ours, torch.tensor(mask))
+        result.took(f"{tap} sees images", bool((marked != plain).any()))
+        if wrong is not None and not is_blind(ctx):
+            at, message = wrong
+            layer, short = split(tap)
+            result.findings.append(
+                ctx.finding(NAME, "REF", f"{message} at position {at}", position=at, layer=layer, tap=short,
+                            expected=marked[at].tolist(), actual=ours[at].tolist())
+            )  # fmt: skip
+
+
+def judge(tap: str, marked: Tensor, plain: Tensor, ours: Tensor, mask: Tensor) -> tuple[int, str] | None:
+    """(position, what is wrong). marked, plain: the reference with and without the mask; rows [T, ...]."""
+    if tap == "engram_hash":
+        rows = (marked != ours).flatten(1).any(-1)
+        return first(rows, "the n-gram rows are not those that the image tokens leave")
+    if tap.endswith("engram_gate"):
+        return first(mask & (ours != 0).any(-1), "the n-gram gate of an image token is open")
+    seen = mask & (marked != plain).any(-1)
+    as_marked, as_plain = ((ours == each).all(-1) & seen for each in (marked, plain))
+    if int(as_plain.sum()) > int(as_marked.sum()):  # a tie may fall otherwise, the bias shows in most rows
+        return first(as_plain, "experts of an image token are chosen by the bias of text")
+    return None
+
+
+def first(rows: Tensor, message: str) -> tuple[int, str] | None:
+    found = rows.nonzero().flatten()
+    return (int(found[0]), message) if len(found) else None
 
 
 CHECK = Check(
