@@ -267,7 +267,10 @@ class PrefixEngine:
         )
 
     def state_digest(self, sequence: Any) -> dict[str, str]:
-        return {"tokens": hashlib.sha256(str(self.held(sequence).tokens).encode()).hexdigest()}
+        tokens = self.held(sequence).tokens
+        seen = tokens[:-1] if self.has("digest without the last token") else tokens
+        salt = self.held(sequence).longest if self.has("digest of what was dropped") else ""
+        return {"tokens": hashlib.sha256(f"{seen}{salt}".encode()).hexdigest()}
 
     def address_layout(self, kind: str) -> tuple[int, int]:
         return 16, 64

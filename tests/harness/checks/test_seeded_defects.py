@@ -29,6 +29,7 @@ SEEDED = {
     "chunks": ["chunk without its past"],
     "decode_prefill": ["decode at even positions", "slot state not cleared"],
     "determinism": ["random"],
+    "digests": ["digest without the last token", "digest of what was dropped"],
     "graphs": ["stale replay"],
     "history": ["slot state not cleared", "counts its sequences"],
     "images": ["decode forgets images"],
