@@ -298,10 +298,11 @@ class Bench:
         samples, _ = timed(lambda: call(given))
         config = replace(self.config, dtype="bf16", expert_dtype="bf16")
         experts = chosen.unique().numel()
+        note = f"{NOTE}; {layer.experts} experts" + (f"; mode {mode}" if kind == "compile" else "")
         parts = layer_costs(config, self.reuse, Step(batch, 1, self.context + 1, experts))
         self.add("layer.reuse", f"peer.torch_{kind}", samples, parts, check, self.reuse, batch, 1, experts,
                  backend="torch", nodes=kernels(lambda: call(given)), mode="graph" if kind == "eager" else "compile",
-                 format="bf16", comparable=False, note=f"{NOTE}; {layer.experts} experts" + (f"; mode {mode}" if kind == "compile" else ""))  # fmt: skip
+                 format="bf16", comparable=False, note=note)  # fmt: skip
 
     def liger(self, layer: TorchLayer, batch: int) -> None:
         """liger-kernel's hyper-connections: coefficients, collapse and expand of both sites."""
