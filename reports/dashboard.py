@@ -55,7 +55,8 @@ CHART_NOTES = (
     (
         "ratios",
         "Ratio to the floor",
-        "Newest result of each figure. Each engine's floor counts the bytes of its own format.",
+        "Newest result of each whole layer (parts: choose a component above, or see the heat map). "
+        "Each engine's floor counts the bytes of its own format.",
     ),
     (
         "peers",
@@ -157,7 +158,7 @@ def summary_cards(data: Mapping[str, Any], faults: Mapping[str, Any]) -> list[di
         state = "good" if passed == len(records) else "bad"
         card("Figures with a passed check", f"{passed} / {len(records)}", "the others are not printed", state)
     for row in headline(records):
-        note = f"{row['median_us']:.4g} us, floor {row['floor_us']:.4g} us"
+        note = f"{row['median_us']:.4g} us, floor {row['floor_us']:.4g} us, context {row['context']}"
         card(f"{row['component']} batch {row['batch']}", f"{row['ratio']:.2f}x", note)
     if faults["rows"]:
         reach = [r for r in faults["rows"] if r["status"] != "out of reach"]

@@ -39,7 +39,9 @@ function rowsFor(id, records) {
   const newest = new Map();
   for (const r of measured) newest.set([r.component, r.config, r.device, shapeOf(r), engineOf(r)].join("|"), r);
   const last = [...newest.values()].filter(r => r.outcome !== "negative");
-  if (id === "ratios") return last.filter(r => r.ratio != null).map(base);
+  // parts of a layer are in the heat map; here they would hide the whole layers, unless one was asked for
+  const asked = document.getElementById("f-component").value !== "";
+  if (id === "ratios") return last.filter(r => r.ratio != null && (asked || !r.component.startsWith("op."))).map(base);
   if (id === "heat") {
     const best = new Map();
     for (const r of last.filter(r => r.ratio != null && r.engine === "optimized")) {
@@ -152,7 +154,10 @@ async function draw() {
     const lines = new Set(rows.map(r => id === "heat" ? r.component : `${r.shape}|${r.peer ?? r.engine}`)).size;
     const height = spec.height.step ? spec.height.step * lines : spec.height;
     const filled = {...structuredClone(spec), height, datasets: {rows}};
-    if (id === "heat" && innerWidth < 900) filled.encoding.x.axis.labelAngle = -60;
+    if (id === "heat" && innerWidth < 900) {
+      filled.encoding.x.axis.labelAngle = -60;
+      filled.layer[1].mark.fontSize = innerWidth < 600 ? 8 : 11;
+    }
     views[id] = await vegaEmbed(place, filled, {renderer: "svg", actions: false, config: config()});
   }
   const all = records.map(r => ({...r, run: `#${r.run + 1} ${RUNS[r.run].commit.slice(0, 7)}`, engine: engineOf(r), shape: shapeOf(r)})).reverse();
