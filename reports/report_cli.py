@@ -14,7 +14,8 @@ from reports.record import HISTORY
 ROOT = Path(__file__).parent.parent
 MANIFESTS = (ROOT / "golden" / "reference" / "manifest.json", ROOT / "golden" / "official" / "manifest.json")
 OUT = Path("reports/out/dashboard.html")
-FAULTS = Path(__file__).parent / "history" / "faults.json"
+# the newest matrix of this checkout, else the one that is kept
+FAULTS = (Path("reports/out/faults.json"), Path(__file__).parent / "history" / "faults.json")
 
 
 def report(
@@ -34,7 +35,7 @@ def report(
     data = collect(
         history=history,
         findings=findings,
-        faults=faults or (FAULTS if FAULTS.exists() else None),
+        faults=faults or next((path for path in FAULTS if path.exists()), None),
         gate=gate,
         manifests=MANIFESTS,
         state_config=config,
