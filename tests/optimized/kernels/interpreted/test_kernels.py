@@ -10,8 +10,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 from the start of the process", allow_module_level=True)
 
 import torch
+import triton
+import triton.language as tl
 
 from optimized.kernels import TRITON_OPS
+from optimized.kernels.indexer import append_rows
 from optimized.ops import TORCH_OPS
 from reference.config import V41Config
 from reference.random_weights import RandomWeights
@@ -45,22 +48,17 @@ def test_a_wrong_kernel_is_seen(samples: dict[str, list[Sample]]) -> None:
     assert differences("moe_combine", got, sample) != []
 
 
-def test_rows_beyond_32_bits() -> None:
-    """A latent row whose byte address needs 64 bits is read where it lies: strides of a huge buffer without its memory."""
-    import numpy as np
-    import triton
-    import triton.language as tl
+@triton.jit
+def addresses(out, page_table, slot, per_page):
+    j = tl.arange(0, 16)
+    row = append_rows(page_table, tl.load(slot), j, j < 16, 1, per_page)
+    tl.store(out + j, row * 288)
 
-    from optimized.kernels.indexer import append_rows
 
-    @triton.jit
-    def addresses(out, page_table, per_page):
-        j = tl.arange(0, 16)
-        row = append_rows(page_table, tl.full((), 0, tl.int64), j, j < 16, 1, per_page)
-        tl.store(out + j, row * 288)
-
+def test_addresses_beyond_32_bits() -> None:
+    """A page table entry is 32 bits wide, the byte address of its rows is not: 288 bytes a row, page 125,000,000."""
     out = torch.zeros(16, dtype=torch.int64)
-    pages = torch.full((1,), 2_000_000_000 // 16, dtype=torch.int32)
-    addresses[(1,)](out, pages, 16)
-    expected = (np.int64(2_000_000_000) // 16 * 16 + np.arange(16)) * 288
-    assert out.tolist() == expected.tolist() and int(out[0]) > 2**38
+    pages = torch.full((1,), 125_000_000, dtype=torch.int32)
+    addresses[(1,)](out, pages, torch.zeros(1, dtype=torch.int64), 16)
+    assert out.tolist() == [(125_000_000 * 16 + j) * 288 for j in range(16)]
+    assert out[0] > 2**32
