@@ -76,8 +76,10 @@ UNSHARED_ROWS = 4  # up to here every slot is a tile of its own: two rows rarely
 def expert_tiles(rows: int, top_k: int, experts: int) -> tuple[int, bool]:
     """(rows of a tile, are tiles listed by expert?) of the grouped expert products."""
     slots = rows * top_k
-    if slots <= 1024:
+    if rows <= 8:
         return 8, False
+    if slots <= 4 * experts:
+        return 8, True
     return (32 if slots >= 16 * experts else 16), True
 
 

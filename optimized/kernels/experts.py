@@ -4,8 +4,8 @@
     ye[t, k] = bf16(w2[e] Q8(h[t, k]))
 
 A tile is one expert and up to BM of the slots t*K + k that chose it.  Three ways to list tiles, by number of rows alone:
-every slot its own tile (a few rows: sharing is rare); one program compares a slot with all others (decode batches); one
-program an expert scans all slots (prefill).  The grid is fixed for a bucket; tiles without members leave at once.
+every slot its own tile (a few rows: sharing is rare); a program compares slots with all others (up to BM rows); one
+program an expert scans all slots (more rows).  The grid is fixed for a bucket; tiles without members leave at once.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from optimized.kernels.product import operands, tile_product, words
 
 @triton.jit
 def plan_by_slot(count, expert, members, idx, n_slots, TK: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr):
-    """Tile j exists where slot j is the first, the BM-th, .. of its expert."""
+    """Tile j exists where slot j is the first of its expert: for at most BM rows, which choose an expert once each."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, TK)
     ei = tl.load(idx + i, mask=i < n_slots, other=-1)
     ej = tl.load(idx + j, mask=j < n_slots, other=-2)
-    # torch: same = ids[:, None] == ids[None]; rank = tril(same, -1).sum(1)
-    same = (ei[:, None] == ej[None, :]).to(tl.int32)
-    before = tl.cumsum(same, 1) - same
-    rank = tl.sum(same * (j[None, :] < i[:, None]).to(tl.int32), 1)
-    total = tl.sum(same, 1)
-    leader = tl.sum(tl.where((same == 1) & (before == (rank // BM * BM)[:, None]), j[None, :], 0), 1)
+    # torch: same = ids[:, None] == ids[None]; rank = tril(same, -1).sum(1); first = same.argmax(1)
+    same = ei[:, None] == ej[None, :]
+    rank = tl.sum((same & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    total = tl.sum(same.to(tl.int32), 1)
+    first = tl.min(tl.where(same, j[None, :], TK), 1)
     ok = i < n_slots
-    tl.store(members + leader * BM + rank % BM, i, mask=ok)
-    tl.store(count + i, tl.where(rank % BM == 0, tl.minimum(total - rank, BM), 0), mask=ok)
+    tl.store(members + first * BM + rank, i, mask=ok & (rank < BM))
+    tl.store(count + i, tl.where(rank == 0, tl.minimum(total, BM), 0), mask=ok)
     tl.store(expert + i, ei.to(tl.int32), mask=ok)
 
 

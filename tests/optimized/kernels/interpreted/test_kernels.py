@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels import TRITON_OPS
+from optimized.kernels.experts import _plan as plan
 from optimized.kernels.indexer import append_rows
 from optimized.ops import TORCH_OPS
 from reference.config import V41Config
@@ -62,3 +63,18 @@ def test_addresses_beyond_32_bits() -> None:
     addresses[(1,)](out, pages, torch.zeros(1, dtype=torch.int64), 16)
     assert out.tolist() == [(125_000_000 * 16 + j) * 288 for j in range(16)]
     assert out[0] > 2**32
+
+
+@pytest.mark.parametrize(("rows", "experts"), [(5, 4), (8, 3), (9, 4), (16, 4), (40, 6), (40, 300)])
+def test_every_slot_lies_in_one_tile_of_its_expert(rows: int, experts: int) -> None:
+    """Crowded experts, more rows than a tile holds, and experts that nobody chose."""
+    top_k, generator = 3, torch.Generator().manual_seed(rows)
+    idx = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(rows)])
+    idx[rows // 3 :] = idx[0]  # most rows choose alike
+    size, planned, tiles, (count, expert, members) = plan(idx, experts, {})
+    assert planned
+    found = [int(members[t * size + m]) for t in range(tiles) for m in range(int(count[t]))]
+    assert sorted(found) == list(range(rows * top_k))
+    assert all(
+        int(idx.view(-1)[members[t * size + m]]) == int(expert[t]) for t in range(tiles) for m in range(int(count[t]))
+    )
