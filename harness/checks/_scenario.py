@@ -115,7 +115,7 @@ def play(ctx: CheckContext, check: str, detector: str, engine: Engine, scenario:
     bitwise = "bitwise" not in engine.declines()
     interpreter = Interpreter(engine)
     paths = Paths(ctx.config, engine.max_rollback)
-    compared = 0
+    compared, fine = 0, True
     try:
         for index, operation in enumerate(scenario.operations):
             if index in scenario.hooks:
@@ -136,6 +136,10 @@ def play(ctx: CheckContext, check: str, detector: str, engine: Engine, scenario:
                 break
         for path, count in paths.counts.items():
             result.took(path, count)
+        if fine:
+            for name in list(interpreter.trace.book.live):
+                engine.close(interpreter.handles[name])
+                interpreter.trace.book.live.pop(name)
     except Exception as error:
         ctx.forget(engine)
         if blind:
@@ -151,7 +155,7 @@ def play(ctx: CheckContext, check: str, detector: str, engine: Engine, scenario:
 
 
 def _close(interpreter: Interpreter) -> None:
-    """Give back what is still open; an engine that can't has been reported already."""
+    """Give back what is still open after a scenario that broke off; its first failure is the finding."""
     for name in list(interpreter.trace.book.live):
         try:
             interpreter.engine.close(interpreter.handles[name])

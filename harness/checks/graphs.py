@@ -18,6 +18,7 @@ from harness.checks._scenario import (
     Hook,
     Scenario,
     broke_off,
+    can_hold,
     chunked,
     is_blind,
     most_sequences,
@@ -59,6 +60,7 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
     if "multi_sequence" not in declined:
         ctx.forget(ctx.engine())
         yield from batches(ctx)
+    yield from far(ctx)
     if "rollback" not in declined:
         operations = [ops.open_("a", count), ops.step(("a", a[: window - 2]))]
         at = window - 2
@@ -101,6 +103,20 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
     yield Scenario("eager and replayed steps at random", tuple(operations), (a,))
     if hasattr(engine, "fault_injection"):
         yield from failures(ctx)
+
+
+def far(ctx: CheckContext) -> Iterator[Scenario]:
+    """Replays at lengths that take other widths of context than those of the capture, and back."""
+    count, window = horizon(ctx.config), ctx.config.sliding_window
+    if window > 32 or not can_hold(ctx, 3 * count):
+        return
+    long, b = stream(ctx, "a", 3 * count), stream(ctx, "b")
+    end, operations = 0, [ops.open_("a", 3 * count), ops.open_("b", count), ops.step(("b", b[:5]))]
+    for stop in (window, count, 2 * count, 3 * count - 3):
+        operations += [ops.step(("a", long[end:stop])), *chunked("a", long[stop : stop + 3], 1, replay=True)]
+        end = stop + 3
+    operations += chunked("b", b[5:8], 1, replay=True)
+    yield Scenario("replayed far out, and at a short length again", tuple(operations), (long, b))
 
 
 def batches(ctx: CheckContext) -> Iterator[Scenario]:

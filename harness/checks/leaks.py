@@ -137,6 +137,8 @@ def scripts(ctx: CheckContext, declined: frozenset[str]) -> Iterator[tuple[str, 
     if "branch" not in declined:
         branch = [ops.branch("a", "b"), ops.step(("b", a[3:5])), ops.close("b"), close]
         yield "a branch", [*begin, *branch]
+        long = [ops.open_("a", count), ops.step(("a", a[: count - 8])), ops.branch("a", "b")]
+        yield "a branch that outlives its parent", [*long, close, ops.close("b")]
 
 
 def short_lives(books: Leaks) -> None:
