@@ -1,4 +1,4 @@
-"""Slot and page permutation: where a sequence physically lies changes nothing."""
+"""Slot and page permutation: where a sequence, and an expert, physically lies changes nothing."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def scenarios(ctx: CheckContext) -> Iterator[Scenario]:
         yield Scenario(
             f"pages of {page} tokens", tuple(operations), (a,), {"page_tokens": page}, optional=True
         )
+    operations = [
+        ops.open_("a", count),
+        *chunked("a", a[: count // 2], 9),
+        *chunked("a", a[count // 2 :][:4], 1),
+    ]
+    cache = {"experts_resident": ctx.config.num_experts_per_tok + 1}
+    yield Scenario("experts from a small cache", tuple(operations), (a,), cache, optional=True)
     reverse = [*range(slots)][::-1]
     for n in boundaries(ctx.config, count - 2)[::4]:
         operations = [ops.open_("a", count), ops.step(("a", a[:n])), ops.step(("a", a[n : n + 2]))]
