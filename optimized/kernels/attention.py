@@ -102,8 +102,9 @@ def tile_of(
 ):  # fmt: skip
     """(even, odd, mask of the places) of a block that holds window places, chosen ones, or both.
 
-    WORDS: with 64 heads the rows are decoded where a thread holds neighbouring channels and go to the warp-group instruction through
-    shared memory; with fewer they are decoded in the operand's own layout, where neighbours are rows.
+    WORDS: on Hopper with 64 heads the rows are decoded where a thread holds neighbouring channels, and go to the
+    warp-group instruction through shared memory; elsewhere they are decoded in the operand's own layout, where
+    neighbours are rows.
     """
     place = block * L + tl.arange(0, L)
     if WINDOW:
@@ -130,7 +131,7 @@ def tile_of(
 def block_scores(
     score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, scale, H,
     blocks, WINDOW: tl.constexpr, CHOSEN: tl.constexpr, W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr,
-    HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
+    HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, HP)
     acc = tl.zeros((HP, L), tl.float32)
@@ -141,7 +142,7 @@ def block_scores(
         qe, qo = bf16_pair(v)
         even, odd, here = tile_of(
             win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, c0,
-            WINDOW, CHOSEN, W, SEL, C, L, PC, HP >= 64,
+            WINDOW, CHOSEN, W, SEL, C, L, PC, WORDS,
         )  # fmt: skip
         # torch: s = q @ kv.T * scale
         acc = tl.dot(qe, tl.trans(even), acc, input_precision="ieee")
@@ -154,24 +155,24 @@ def block_scores(
 @triton.jit
 def scores_kernel(
     score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, scale, H, blocks,
-    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     if block < W // L:
         block_scores(
             score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block,
-            scale, H, blocks, True, False, W, SEL, C, HP, L, PC,
+            scale, H, blocks, True, False, W, SEL, C, HP, L, PC, WORDS,
         )  # fmt: skip
     elif W % L != 0 and block == W // L:
         block_scores(
             score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block,
-            scale, H, blocks, True, SEL > 0, W, SEL, C, HP, L, PC,
+            scale, H, blocks, True, SEL > 0, W, SEL, C, HP, L, PC, WORDS,
         )  # fmt: skip
     else:
         block_scores(
             score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block,
-            scale, H, blocks, False, True, W, SEL, C, HP, L, PC,
+            scale, H, blocks, False, True, W, SEL, C, HP, L, PC, WORDS,
         )  # fmt: skip
 
 
@@ -179,14 +180,14 @@ def scores_kernel(
 def add_blocks(
     best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live,
     sel, t, begin, end, c0, H, blocks, WINDOW: tl.constexpr, CHOSEN: tl.constexpr, W: tl.constexpr, SEL: tl.constexpr,
-    C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
+    C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over blocks begin .. end."""
     head = tl.arange(0, HP)
     for block in range(begin, end):
         even, odd, here = tile_of(
             win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, c0,
-            WINDOW, CHOSEN, W, SEL, C, L, PC, HP >= 64,
+            WINDOW, CHOSEN, W, SEL, C, L, PC, WORDS,
         )  # fmt: skip
         at = ((t * blocks + block) * H + head[:, None]) * L + tl.arange(0, L)[None, :]
         v = tl.load(score + at, mask=(head < H)[:, None], other=float("-inf"))
@@ -208,7 +209,7 @@ def add_blocks(
 @triton.jit
 def part_of(
     score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, part, c0, H, blocks,
-    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr,
     PER: tl.constexpr,
 ):  # fmt: skip
     """(maximum, denominator, even and odd accumulators) of the blocks part * PER .. of the list."""
@@ -223,19 +224,19 @@ def part_of(
     if begin < first:
         best, total, acc_e, acc_o = add_blocks(
             best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
-            live, sel, t, begin, tl.minimum(end, first), c0, H, blocks, True, False, W, SEL, C, HP, L, PC,
+            live, sel, t, begin, tl.minimum(end, first), c0, H, blocks, True, False, W, SEL, C, HP, L, PC, WORDS,
         )  # fmt: skip
     if W % L != 0:
         best, total, acc_e, acc_o = add_blocks(
             best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
             live, sel, t, tl.maximum(begin, first), tl.minimum(end, mixed), c0, H, blocks, True, SEL > 0, W, SEL, C, HP,
-            L, PC,
+            L, PC, WORDS,
         )  # fmt: skip
     if SEL > 0:
         if end > mixed:
             best, total, acc_e, acc_o = add_blocks(
                 best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step,
-                from_step, live, sel, t, tl.maximum(begin, mixed), end, c0, H, blocks, False, True, W, SEL, C, HP, L, PC,
+                from_step, live, sel, t, tl.maximum(begin, mixed), end, c0, H, blocks, False, True, W, SEL, C, HP, L, PC, WORDS,
             )  # fmt: skip
     return best, total, acc_e, acc_o
 
@@ -257,7 +258,7 @@ def values_kernel(
     o, sparse_o, score, parts, arrived, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live,
     sel, sink, cos, sin, H, blocks,
     W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HP: tl.constexpr, L: tl.constexpr,
-    PC: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, MEET: tl.constexpr,
+    PC: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1).to(tl.int64)
     c0 = tl.program_id(0) * PC
@@ -267,7 +268,7 @@ def values_kernel(
         part = tl.program_id(2)
         best, total, acc_e, acc_o = part_of(
             score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, part, c0, H,
-            blocks, W, SEL, C, HP, L, PC, PER,
+            blocks, W, SEL, C, HP, L, PC, WORDS, PER,
         )  # fmt: skip
         SIZE: tl.constexpr = HP * (2 * PC + 2)
         tile = t * tl.num_programs(0) + tl.program_id(0)
@@ -296,12 +297,12 @@ def values_kernel(
     else:
         best, total, acc_e, acc_o = part_of(
             score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, 0, c0, H,
-            blocks, W, SEL, C, HP, L, PC, PER,
+            blocks, W, SEL, C, HP, L, PC, WORDS, PER,
         )  # fmt: skip
         for i in range(1, PARTS):
             best2, total2, acc_e2, acc_o2 = part_of(
                 score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, i, c0, H,
-                blocks, W, SEL, C, HP, L, PC, PER,
+                blocks, W, SEL, C, HP, L, PC, WORDS, PER,
             )  # fmt: skip
             best, total, acc_e, acc_o = merged(best, total, acc_e, acc_o, best2, total2, acc_e2, acc_o2)
     total += tl.exp(tl.load(sink + head, mask=head < H, other=0.0) - best)
@@ -361,13 +362,14 @@ def sparse_attention(
     hp = max(16, triton.next_power_of_2(H))
     pc, slice_pairs, per, warps = tables.attention(C)
     n_parts = triton.cdiv(blocks, per)
+    neighbours = hp >= 64 and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
     meet = n_parts > 1 and tables.MEETING_QUERIES >= T
     scores_kernel[(blocks, T)](
-        score, q.view(torch.int32), *packed, scale, H, blocks, W=W, SEL=SEL, C=C, HP=hp, L=BLOCK, PC=pc,
+        score, q.view(torch.int32), *packed, scale, H, blocks, W=W, SEL=SEL, C=C, HP=hp, L=BLOCK, PC=pc, WORDS=neighbours,
         num_warps=warps, num_stages=2,
     )  # fmt: skip
     values_kernel[(C // 2 // slice_pairs, T, n_parts if meet else 1)](
         o, sparse_o, score, parts, arrived, *packed, attn_sink, rows.rope_cos[kind], rows.rope_sin[kind], H, blocks,
-        W=W, SEL=SEL, C=C, R=rotary, HP=hp, L=BLOCK, PC=slice_pairs, PER=per, PARTS=n_parts, MEET=meet,
+        W=W, SEL=SEL, C=C, R=rotary, HP=hp, L=BLOCK, PC=slice_pairs, WORDS=neighbours, PER=per, PARTS=n_parts, MEET=meet,
         num_warps=warps, num_stages=2,
     )  # fmt: skip

@@ -33,8 +33,11 @@ class Resources:
 
 
 def compiled(c: Compilation, capability: int) -> Resources:
+    constants = dict(c.constants)
+    if "WORDS" in constants:  # asked of the device at run time
+        constants["WORDS"] = capability // 10 == 9 and constants["HP"] >= 64
     source = ASTSource(
-        c.kernel, dict(c.signature), constexprs=dict(c.constants), attrs={(i,): [["tt.divisibility", 16]] for i in c.aligned}
+        c.kernel, dict(c.signature), constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in c.aligned}
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(c.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as f:
@@ -46,7 +49,7 @@ def compiled(c: Compilation, capability: int) -> Resources:
         os.unlink(f.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    shown = ", ".join(f"{k}={v}" for k, v in c.constants)
+    shown = ", ".join(f"{k}={v}" for k, v in constants.items())
     return Resources(
         c.name, capability, int(found[1]), int(found[2]), len(re.findall(r"\bSTL", sass)), kernel.metadata.shared,
         dict(c.options).get("num_warps", 4), shown,
