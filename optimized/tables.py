@@ -1,16 +1,18 @@
 """Launch configurations by shape: data, found once by a script, never tuned at run time.
 
-A reduction's splits belong to the numbers: partial sums are added in the order of the splits, so a configuration is chosen by the
+A reduction's splits belong to the numbers: partial sums are added in the order of the splits, so a
+configuration is chosen by the
 shapes of the weights alone, never by the number of rows.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 # rows of a captured step; a batch below its bucket is filled up with padding rows
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-# smallest context of a step in tokens; larger ones are powers of two times this. A captured step serves all lengths up to it
+# smallest context of a step in tokens; larger ones are powers of two times this. A captured step serves
+# all lengths up to it
 MIN_CONTEXT = 128
 
 
@@ -28,7 +30,8 @@ def context_bucket(tokens: int, page_tokens: int, max_pages: int) -> int:
     return min(pages, max_pages) * page_tokens
 
 
-# kernels: a sum's order may depend on the tile of K and on the splits below, which follow (kind, K) or the width alone; tiles of rows and
+# kernels: a sum's order may depend on the tile of K and on the splits below, which follow (kind, K) or the
+# width alone; tiles of rows and
 # of outputs may follow the number of rows
 
 BK_LIMIT = {"fp4": 256, "fp8": 128, "bf16": 128, "fp32": 64}  # columns of one step along K
@@ -53,7 +56,7 @@ PARTS, TILES = 1 << 17, 4096  # partial sums a row of a product, tiles: what the
 CHAIN = 10  # steps along K that one program adds up at most, where the grid isn't full anyway
 
 
-@lru_cache(maxsize=None)
+@cache
 def product(kind: str, n: int, k: int, rows: int, groups: int = 1) -> tuple[int, int, int, int, int, int]:
     """(BN, BM, BK, parts of K, warps, stages) of `groups` products with [N, K] each."""
     bm, bk = row_tile(rows), k_tile(kind, k)
@@ -62,7 +65,8 @@ def product(kind: str, n: int, k: int, rows: int, groups: int = 1) -> tuple[int,
 
 
 def k_parts(kind: str, n: int, k: int) -> int:
-    """Parts of a sum over K, a divisor of its steps: at most CHAIN steps each, fewer where N alone leaves the GPU empty."""
+    """Parts of a sum over K, a divisor of its steps: at most CHAIN steps each, fewer where N alone leaves
+    the GPU empty."""
     steps = k // k_tile(kind, k)
     tiles = -(-n // 64)
     filling = min(-(-steps // 2), -(-264 // tiles))
@@ -84,7 +88,8 @@ def expert_tiles(rows: int, top_k: int, experts: int) -> tuple[int, bool]:
 
 
 def expert_launch(bm: int) -> tuple[int, int, int]:
-    """(outputs of a tile, warps, stages). Four warps only where a tile of rows is too small for the warp-group instruction."""
+    """(outputs of a tile, warps, stages). Four warps only where a tile of rows is too small for the
+    warp-group instruction."""
     return 64, (4 if bm == 8 else 2), 3
 
 

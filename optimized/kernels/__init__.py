@@ -52,7 +52,8 @@ TRITON_OPS: dict[str, Op] = {
 
 
 def scratch(config: V41Config, n_rows: int, context: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Buffers that kernels of one op hand to each other, by name: (shape, dtype) for a bucket of n_rows rows and context tokens."""
+    """Buffers that kernels of one op hand to each other, by name: (shape, dtype) for a bucket of n_rows
+    rows and context tokens."""
     layers = list(config.layers())
     most = max(role.n_experts for role in layers)
     places = config.sliding_window + config.index_topk

@@ -1,7 +1,8 @@
 """Sparse attention over packed window and selected rows, in two launches (optimized/ops/attention.py is the contract).
 
     scores    one program a row and block of 64 list places: s = (q . kv) * scale, -inf where a place is absent
-    values    one program a row, slice of channels and part of the list: the online softmax over its blocks in list order,
+    values    one program a row,
+    slice of channels and part of the list: the online softmax over its blocks in list order,
               bf16(p) V; the parts are merged in their order, then sink, division, inverse rotation
 
 Both read the packed rows themselves.  Channels are kept as (even, odd) halves from end to end: packed fp4 pairs need no
@@ -60,7 +61,9 @@ def window_tile(
 
 
 @triton.jit
-def latent_tile(codes, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr):
+def latent_tile(
+    codes, row, live, c0, C: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr
+):
     """(even, odd) CT [L, PC] of fp4 rows with one e4m3 scale for 16 channels."""
     pair = c0 + tl.arange(0, PC)
     width: tl.constexpr = C // 2 + C // 16
@@ -129,7 +132,8 @@ def tile_of(
 
 @triton.jit
 def block_scores(
-    score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, scale, H,
+    score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t,
+    block, scale, H,
     blocks, WINDOW: tl.constexpr, CHOSEN: tl.constexpr, W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr,
     HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +159,8 @@ def block_scores(
 @triton.jit
 def scores_kernel(
     score, q, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, scale, H, blocks,
-    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr,
+    PC: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
@@ -185,7 +190,7 @@ def add_blocks(
     """The online softmax over blocks begin .. end."""
     head = tl.arange(0, HP)
     for block in range(begin, end):
-        even, odd, here = tile_of(
+        even, odd, _ = tile_of(
             win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, block, c0,
             WINDOW, CHOSEN, W, SEL, C, L, PC, WORDS,
         )  # fmt: skip
@@ -208,8 +213,10 @@ def add_blocks(
 
 @triton.jit
 def part_of(
-    score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, part, c0, H, blocks,
-    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, PC: tl.constexpr, WORDS: tl.constexpr,
+    score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, part,
+    c0, H, blocks,
+    W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, HP: tl.constexpr, L: tl.constexpr,
+    PC: tl.constexpr, WORDS: tl.constexpr,
     PER: tl.constexpr,
 ):  # fmt: skip
     """(maximum, denominator, even and odd accumulators) of the blocks part * PER .. of the list."""
@@ -223,27 +230,31 @@ def part_of(
     mixed = (W + L - 1) // L
     if begin < first:
         best, total, acc_e, acc_o = add_blocks(
-            best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
+            best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring,
+            step, from_step,
             live, sel, t, begin, tl.minimum(end, first), c0, H, blocks, True, False, W, SEL, C, HP, L, PC, WORDS,
         )  # fmt: skip
     if W % L != 0:
         best, total, acc_e, acc_o = add_blocks(
-            best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step,
+            best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring,
+            step, from_step,
             live, sel, t, tl.maximum(begin, first), tl.minimum(end, mixed), c0, H, blocks, True, SEL > 0, W, SEL, C, HP,
             L, PC, WORDS,
         )  # fmt: skip
-    if SEL > 0:
+    if SEL > 0:  # noqa: SIM102 - one is known to the compiler, the other isn't
         if end > mixed:
             best, total, acc_e, acc_o = add_blocks(
                 best, total, acc_e, acc_o, score, win_codes, win_scales, row_codes, row_scales, latent, ring, step,
-                from_step, live, sel, t, tl.maximum(begin, mixed), end, c0, H, blocks, False, True, W, SEL, C, HP, L, PC, WORDS,
+                from_step, live, sel, t, tl.maximum(begin, mixed), end, c0, H, blocks, False, True, W, SEL,
+                C, HP, L, PC, WORDS,
             )  # fmt: skip
     return best, total, acc_e, acc_o
 
 
 @triton.jit
 def merged(best, total, acc_e, acc_o, best2, total2, acc_e2, acc_o2):
-    """The parts before, and the next one: acc = acc exp(m - m') + acc2 exp(m2 - m'), the second product rounded first."""
+    """The parts before, and the next one: acc = acc exp(m - m') + acc2 exp(m2 - m'), the second product
+    rounded first."""
     higher = tl.maximum(best, best2)
     a = tl.exp(best - higher)
     b = tl.exp(best2 - higher)
@@ -255,7 +266,8 @@ def merged(best, total, acc_e, acc_o, best2, total2, acc_e2, acc_o2):
 
 @triton.jit
 def values_kernel(
-    o, sparse_o, score, parts, arrived, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live,
+    o, sparse_o, score, parts, arrived, win_codes, win_scales, row_codes, row_scales, latent, ring, step,
+    from_step, live,
     sel, sink, cos, sin, H, blocks,
     W: tl.constexpr, SEL: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HP: tl.constexpr, L: tl.constexpr,
     PC: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, MEET: tl.constexpr,
@@ -267,7 +279,8 @@ def values_kernel(
         # every part is a program; the one that arrives last merges them, in their order
         part = tl.program_id(2)
         best, total, acc_e, acc_o = part_of(
-            score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, part, c0, H,
+            score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel,
+            t, part, c0, H,
             blocks, W, SEL, C, HP, L, PC, WORDS, PER,
         )  # fmt: skip
         SIZE: tl.constexpr = HP * (2 * PC + 2)
@@ -301,7 +314,8 @@ def values_kernel(
         )  # fmt: skip
         for i in range(1, PARTS):
             best2, total2, acc_e2, acc_o2 = part_of(
-                score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live, sel, t, i, c0, H,
+                score, win_codes, win_scales, row_codes, row_scales, latent, ring, step, from_step, live,
+                sel, t, i, c0, H,
                 blocks, W, SEL, C, HP, L, PC, WORDS, PER,
             )  # fmt: skip
             best, total, acc_e, acc_o = merged(best, total, acc_e, acc_o, best2, total2, acc_e2, acc_o2)
@@ -340,7 +354,8 @@ def attention_scratch(T: int, H: int, C: int, places: int) -> dict[str, tuple[tu
 
 
 def sparse_attention(
-    o: Tensor, sparse_o: Tensor, q: Tensor, win_row: Tensor, window: Tensor, latent: Tensor | None, sel_row: Tensor | None,
+    o: Tensor, sparse_o: Tensor, q: Tensor, win_row: Tensor, window: Tensor, latent: Tensor | None,
+    sel_row: Tensor | None,
     attn_sink: Tensor, rows: Any, *, kind: int, rotary: int, scale: float, scratch: Any = None,
 ) -> None:  # fmt: skip
     T, H, C = q.shape
@@ -365,11 +380,13 @@ def sparse_attention(
     neighbours = hp >= 64 and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
     meet = n_parts > 1 and tables.MEETING_QUERIES >= T
     scores_kernel[(blocks, T)](
-        score, q.view(torch.int32), *packed, scale, H, blocks, W=W, SEL=SEL, C=C, HP=hp, L=BLOCK, PC=pc, WORDS=neighbours,
+        score, q.view(torch.int32), *packed, scale, H, blocks, W=W, SEL=SEL, C=C, HP=hp, L=BLOCK, PC=pc,
+        WORDS=neighbours,
         num_warps=warps, num_stages=2,
     )  # fmt: skip
     values_kernel[(C // 2 // slice_pairs, T, n_parts if meet else 1)](
         o, sparse_o, score, parts, arrived, *packed, attn_sink, rows.rope_cos[kind], rows.rope_sin[kind], H, blocks,
-        W=W, SEL=SEL, C=C, R=rotary, HP=hp, L=BLOCK, PC=slice_pairs, WORDS=neighbours, PER=per, PARTS=n_parts, MEET=meet,
+        W=W, SEL=SEL, C=C, R=rotary, HP=hp, L=BLOCK, PC=slice_pairs, WORDS=neighbours, PER=per,
+        PARTS=n_parts, MEET=meet,
         num_warps=warps, num_stages=2,
     )  # fmt: skip

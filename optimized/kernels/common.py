@@ -1,6 +1,7 @@
 """Number formats inside kernels: decoding of fp4, fp8 and e8m0, the activation quantisers, and roundings.
 
-    e2m1, e4m3 bits shifted into a bf16 are the value times 2^-126, 2^-120, subnormals included: one multiplication by the
+    e2m1, e4m3 bits shifted into a bf16 are the value times 2^-126, 2^-120, subnormals included: one
+    multiplication by the
     block's scale decodes exactly.  A product takes half of the missing power from the scale, the rest from its result.
 
 Everything is integer arithmetic on bits, so that one text serves every architecture and Triton's interpreter.  The
@@ -69,7 +70,8 @@ def fp4_scaled(b, factor):
         high = (((c & 128) << 24) | ((c & 112) << 18)).to(tl.float32, bitcast=True)
         return low * factor, high * factor
     else:
-        # a nibble s e e m times 2^6 + 2^12 has m and e where a bf16 has them, and s at the sign: one multiplication instead of two
+        # a nibble s e e m times 2^6 + 2^12 has m and e where a bf16 has them, and s at the sign: one
+        # multiplication instead of two
         # shifts, which share a pipe of half the rate with the masks
         return tl.inline_asm_elementwise(
             """
@@ -266,7 +268,12 @@ def e2m1_code(y):
     """float32, |y| <= 6 or above -> e2m1 code as int32, nearest, ties to the even code, the sign kept."""
     bits = y.to(tl.int32, bitcast=True)
     m = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    code = (m > 0.25).to(tl.int32) + (m >= 0.75).to(tl.int32) + (m > 1.25).to(tl.int32) + (m >= 1.75).to(tl.int32)
+    code = (
+        (m > 0.25).to(tl.int32)
+        + (m >= 0.75).to(tl.int32)
+        + (m > 1.25).to(tl.int32)
+        + (m >= 1.75).to(tl.int32)
+    )
     code += (m > 2.5).to(tl.int32) + (m >= 3.5).to(tl.int32) + (m > 5.0).to(tl.int32)
     return code | ((bits >> 28) & 8)
 
@@ -289,7 +296,8 @@ def scale_byte(amax, finite, FLOOR: tl.constexpr, RECIPROCAL: tl.constexpr):
 
 @triton.jit
 def q8_groups(g, AXIS: tl.constexpr):
-    """Q8 of groups along AXIS of a 3-d tile -> (codes int32, e8m0 bytes int32 with AXIS gone, decoded values float32)."""
+    """Q8 of groups along AXIS of a 3-d tile -> (codes int32, e8m0 bytes int32 with AXIS gone, decoded
+    values float32)."""
     a = tl.abs(g)
     finite = tl.max((a < float("inf")).to(tl.int32) ^ 1, AXIS) == 0
     byte = scale_byte(tl.max(a, AXIS), finite, 1e-4, 0.002232142857142857)

@@ -51,11 +51,17 @@ def hash_kernel(
         m = tl.load(multipliers + layer * NGRAM + k, mask=ok, other=0)
         rolling = tl.where(k <= order, rolling ^ (value * m), rolling)
     prime = tl.load(primes + c, mask=ok, other=1)
-    tl.store(hashes + t * (layers * per_layer) + c, rolling % prime + tl.load(offsets + c, mask=ok, other=0), mask=ok)
+    tl.store(
+        hashes + t * (layers * per_layer) + c,
+        rolling % prime + tl.load(offsets + c, mask=ok, other=0),
+        mask=ok,
+    )
 
 
 @triton.jit
-def gather_kernel(x, xq, xs, hashes, codes, scales, count, stride, first, columns, WIDTH: tl.constexpr, QDQ: tl.constexpr):
+def gather_kernel(
+    x, xq, xs, hashes, codes, scales, count, stride, first, columns, WIDTH: tl.constexpr, QDQ: tl.constexpr
+):
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1)
     row = tl.load(hashes + t * stride + first + column)
@@ -102,7 +108,9 @@ def gate_kernel(stream, gate, kv, qk, images, D, norm_eps, root, N: tl.constexpr
     tl.store(stream + (t * N + c) * D + d, round_bf16(h + g * value).to(tl.bfloat16), mask=ok)
 
 
-def engram_hash(hashes: Tensor, ngram_row: Tensor, ngram: Tensor, constants: Any, rows: Any, *, scratch: Any = None) -> None:
+def engram_hash(
+    hashes: Tensor, ngram_row: Tensor, ngram: Tensor, constants: Any, rows: Any, *, scratch: Any = None
+) -> None:
     T, layers, columns = hashes.shape
     n = constants.multipliers.shape[1]
     hash_kernel[(T,)](
@@ -118,7 +126,8 @@ def engram_gather(
 ) -> None:
     T, layers, columns = hashes.shape
     gather_kernel[(T, columns)](
-        x, words(xq, False), xs, hashes, table.codes.view(torch.uint8), table.scale, table.codes.shape[0], layers * columns,
+        x, words(xq, False), xs, hashes, table.codes.view(torch.uint8), table.scale, table.codes.shape[0],
+        layers * columns,
         layer_index * columns, columns, WIDTH=table.codes.shape[1], QDQ=xq.element_size() == 2, num_warps=1,
     )  # fmt: skip
 

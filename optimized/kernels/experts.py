@@ -1,11 +1,12 @@
 """Grouped expert products: rows that chose one expert share its weights, and a row's bits don't depend on its company.
 
-    h[t, k] = bf16(w[t, k] * silu(min(g, L)) * clamp(u, -L, L)),   (g, u) = bf16(w13[e] x[t])          slot K: the shared expert
-    ye[t, k] = bf16(w2[e] Q8(h[t, k]))
+    h[t, k] = bf16(w[t, k] * silu(min(g, L)) * clamp(u, -L, L)),   (g, u) = bf16(w13[e] x[t])
+    ye[t, k] = bf16(w2[e] Q8(h[t, k]))                             slot K: the shared expert
 
-A tile is one expert and up to BM of the slots t*K + k that chose it.  Three ways to list tiles, by number of rows alone:
-every slot its own tile (a few rows: sharing is rare); a program compares slots with all others (up to BM rows); one
-program an expert scans all slots (more rows).  The grid is fixed for a bucket; tiles without members leave at once.
+A tile is one expert and up to BM of the slots t*K + k that chose it. Three ways to list tiles, by number of
+rows alone: every slot its own tile (a few rows: sharing is rare); a program compares slots with all others (up
+to BM rows); one program an expert scans all slots (more rows). The grid is fixed for a bucket; tiles without
+members leave at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from optimized.kernels.product import operands, tile_product, words
 
 
 @triton.jit
-def plan_by_slot(count, expert, members, idx, n_slots, TK: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr):
+def plan_by_slot(
+    count, expert, members, idx, n_slots, TK: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr
+):
     """Tile j exists where slot j is the first of its expert: for at most BM rows, which choose an expert once each."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, TK)
@@ -42,7 +45,8 @@ def plan_by_slot(count, expert, members, idx, n_slots, TK: tl.constexpr, BM: tl.
 
 @triton.jit
 def plan_by_expert(count, expert, members, idx, n_slots, BM: tl.constexpr, CHUNK: tl.constexpr):
-    """Tiles e + before // BM ... of expert e, where `before` slots chose a smaller id: enough, and disjoint, for any routing."""
+    """Tiles e + before // BM ... of expert e, where `before` slots chose a smaller id: enough, and
+    disjoint, for any routing."""
     e = tl.program_id(0)
     j = tl.arange(0, CHUNK)
     before = 0
@@ -113,9 +117,7 @@ def up_kernel(
     FT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BK_SHARED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
-    slots, ok, row, shared = tile_rows(
-        count, expert, members, idx, bank_rows, tile, T, K, BM, PLAN, MAPPED
-    )
+    slots, ok, row, shared = tile_rows(count, expert, members, idx, bank_rows, tile, T, K, BM, PLAN, MAPPED)
     if tl.max(ok.to(tl.int32), 0) == 0:
         return
     f0 = tl.program_id(0) * FT
@@ -126,7 +128,23 @@ def up_kernel(
     t = slots // (K + 1)
     if shared:
         acc = tile_product(
-            w_shared, ws_shared, xsh, xs, n, every, t, ok, stride_shared, 0, D, D, KIND_SHARED, QX_SHARED, 2 * FT, BM, BK_SHARED
+            w_shared,
+            ws_shared,
+            xsh,
+            xs,
+            n,
+            every,
+            t,
+            ok,
+            stride_shared,
+            0,
+            D,
+            D,
+            KIND_SHARED,
+            QX_SHARED,
+            2 * FT,
+            BM,
+            BK_SHARED,
         )
     else:
         acc = tile_product(
@@ -165,16 +183,30 @@ def down_kernel(
     BK_SHARED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
-    slots, ok, row, shared = tile_rows(
-        count, expert, members, idx, bank_rows, tile, T, K, BM, PLAN, MAPPED
-    )
+    slots, ok, row, shared = tile_rows(count, expert, members, idx, bank_rows, tile, T, K, BM, PLAN, MAPPED)
     if tl.max(ok.to(tl.int32), 0) == 0:
         return
     n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     n_ok = n < D
     if shared:
         acc = tile_product(
-            w_shared, ws_shared, xsh, xs, n, n_ok, slots, ok, stride_shared, 0, F, F, KIND_SHARED, QX_SHARED, BN, BM, BK_SHARED
+            w_shared,
+            ws_shared,
+            xsh,
+            xs,
+            n,
+            n_ok,
+            slots,
+            ok,
+            stride_shared,
+            0,
+            F,
+            F,
+            KIND_SHARED,
+            QX_SHARED,
+            BN,
+            BM,
+            BK_SHARED,
         )
     else:
         acc = tile_product(w, ws, x, xs, row * D + n, n_ok, slots, ok, stride, 0, F, F, KIND, QX, BN, BM, BK)
@@ -261,7 +293,9 @@ def _plan(idx: Tensor, E: int, scratch: Any) -> tuple[int, bool, int, list[Tenso
         return bm, False, T * K, [idx, idx, idx]
     made = plan_scratch(T, K, E)
     lists = [
-        scratch[name][: shape[0]] if scratch and name in scratch else torch.empty(shape, dtype=dtype, device=idx.device)
+        scratch[name][: shape[0]]
+        if scratch and name in scratch
+        else torch.empty(shape, dtype=dtype, device=idx.device)
         for name, (shape, dtype) in made.items()
     ]
     if by_expert:
@@ -292,7 +326,8 @@ def expert_up(
     bk, bk_s = tables.k_tile(w13.kind, D), tables.k_tile(shared_w13.kind, D)
     bn, warps, stages = tables.expert_launch(bm)
     up_kernel[(triton.cdiv(F, bn // 2), tiles + triton.cdiv(T, bm))](
-        h, words(hq, False), hs, xv, xv_s, xs, moe_idx, moe_w, *lists, moe_idx if expert_slots is None else expert_slots,
+        h, words(hq, False), hs, xv, xv_s, xs, moe_idx, moe_w, *lists,
+        moe_idx if expert_slots is None else expert_slots,
         codes, ws, codes_s, ws_s, T, float(limit), K, F, stride, stride_s,
         D=D, KIND=kind, KIND_SHARED=kind_s, QX=qx, QX_SHARED=qx_s, QDQ=hq.element_size() == 2, PLAN=planned,
         MAPPED=expert_slots is not None, LIMITED=limit > 0, FT=bn // 2, BM=bm, BK=bk, BK_SHARED=bk_s,
@@ -326,7 +361,9 @@ def moe_combine(ffn_out: Tensor, ye: Tensor, moe_idx: Tensor, *, scratch: Any = 
     T, K = moe_idx.shape
     D = ffn_out.shape[-1]
     bd = min(1024, triton.next_power_of_2(D))
-    combine_kernel[(T, triton.cdiv(D, bd))](ffn_out, ye, moe_idx, D, K=K, KP=triton.next_power_of_2(K), BD=bd, num_warps=4)
+    combine_kernel[(T, triton.cdiv(D, bd))](
+        ffn_out, ye, moe_idx, D, K=K, KP=triton.next_power_of_2(K), BD=bd, num_warps=4
+    )
 
 
 SCORINGS = {"sqrtsoftplus": 0, "softmax": 1, "sigmoid": 2}

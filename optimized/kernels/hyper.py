@@ -1,10 +1,11 @@
 """Hyper-connections in two launches a site (optimized/ops/hyper.py is the contract).
 
-    expand + mix    h'_k = bf16(sum_j comb_(jk) h_j + post_k y);  partial m = flat(h') W_fn^T and sum of squares, a slice of D each
+    expand + mix    h'_k = bf16(sum_j comb_(jk) h_j + post_k y);
+                    m = flat(h') W_fn^T and the sum of squares, in parts over slices of D
     collapse        one program a row: coefficients and Sinkhorn;  another: collapse with the delayed pre, RMSNorm, Q8
 
-W_fn is float32: inside the kernel every weight is split into three bf16 summands (8 + 8 + 8 bits of mantissa), so that the matrix
-unit multiplies exactly and adds in float32.
+W_fn is float32: inside the kernel every weight is split into three bf16 summands (8 + 8 + 8 bits of mantissa),
+so that the matrix unit multiplies exactly and adds in float32.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ def store_q8(xq, xs, v, row, width, BD: tl.constexpr, QDQ: tl.constexpr):
     else:
         g = tl.arange(0, BD // 32)
         tl.store(xq + row * width + d, tl.reshape(code, (BD,)).to(tl.uint8), mask=d < width)
-        tl.store(xs + row * (width // 32) + g, tl.reshape(byte, (BD // 32,)).to(tl.uint8), mask=g < width // 32)
+        tl.store(
+            xs + row * (width // 32) + g, tl.reshape(byte, (BD // 32,)).to(tl.uint8), mask=g < width // 32
+        )
 
 
 @triton.jit
@@ -203,12 +206,15 @@ def _expand_mix(
     expand_mix_kernel[(triton.cdiv(T, bm), splits)](
         some if stream_out is None else stream_out, some if mix is None else mix, some if y is None else y, stream_in,
         some if post is None else post, some if comb is None else comb, codes, T, D, splits, per_split,
-        N=N, EXPAND=y is not None, MIX=mix is not None, BM=bm, BD=bd, CP=max(16, triton.next_power_of_2((2 + N) * N + 1)),
+        N=N, EXPAND=y is not None, MIX=mix is not None, BM=bm, BD=bd, CP=max(16,
+        triton.next_power_of_2((2 + N) * N + 1)),
         num_warps=warps, num_stages=2,
     )  # fmt: skip
 
 
-def hc_expand(stream_out: Tensor, y: Tensor, stream_in: Tensor, post: Tensor, comb: Tensor, *, scratch: Any = None) -> None:
+def hc_expand(
+    stream_out: Tensor, y: Tensor, stream_in: Tensor, post: Tensor, comb: Tensor, *, scratch: Any = None
+) -> None:
     _expand_mix(stream_out, None, y, stream_in, post, comb, None)
 
 
@@ -217,7 +223,15 @@ def hc_mix(mix: Tensor, stream: Tensor, fn: Any, *, scratch: Any = None) -> None
 
 
 def hc_expand_mix(
-    stream_out: Tensor, mix: Tensor, y: Tensor, stream_in: Tensor, post: Tensor, comb: Tensor, fn: Any, *, scratch: Any = None
+    stream_out: Tensor,
+    mix: Tensor,
+    y: Tensor,
+    stream_in: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Any,
+    *,
+    scratch: Any = None,
 ) -> None:
     _expand_mix(stream_out, mix, y, stream_in, post, comb, fn)
 
@@ -236,9 +250,25 @@ def hc_collapse(
 
 
 def final_collapse(
-    collapsed: Tensor, normed: Tensor, stream: Tensor, pre_in: Tensor, norm: Tensor, *, norm_eps: float, scratch: Any = None
+    collapsed: Tensor,
+    normed: Tensor,
+    stream: Tensor,
+    pre_in: Tensor,
+    norm: Tensor,
+    *,
+    norm_eps: float,
+    scratch: Any = None,
 ) -> None:
     T, N, D = stream.shape
     final_kernel[(T,)](
-        collapsed, normed, stream, pre_in, norm, D, norm_eps, N=N, BD=triton.next_power_of_2(D), num_warps=tables.row_warps(D)
+        collapsed,
+        normed,
+        stream,
+        pre_in,
+        norm,
+        D,
+        norm_eps,
+        N=N,
+        BD=triton.next_power_of_2(D),
+        num_warps=tables.row_warps(D),
     )

@@ -3,8 +3,9 @@
     score = bf16(sum_h bf16(relu(bf16(iq_h . key_j)) w_h)), -inf from row `visible` on
     the k best of bf16 scores: the k-th largest 16-bit key, all above it, and of its equals the first ones
 
-A short row is one program that holds its keys and finds the k-th two bits at a time.  A long row is many: histograms of
-the high byte, of the low byte behind it, then every chunk writes its own.  Integers are counted, so the way changes nothing.
+A short row is one program that holds its keys and finds the k-th two bits at a time. A long row is many:
+histograms of the high byte, of the low byte behind it, then every chunk writes its own. Integers are counted,
+so the way changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LOWEST = tl.constexpr(0x7F)  # the ordered key of -inf
 def append_rows(page_table, slot, j, ok, max_pages, per_page):
     """Flat append rows i64 of compressed rows j of a slot's sequence."""
     page = tl.load(page_table + slot * max_pages + j // per_page, mask=ok, other=0).to(tl.int64)
-    # without the hint the compiler takes every row for a multiple of per_page, and loads across the alignment of odd ones
+    # without the hint the compiler takes every row for a multiple of per_page, and loads across the
+    # alignment of odd ones
     return tl.multiple_of(tl.max_contiguous(page * per_page + j % per_page, 1), 1)
 
 
@@ -50,7 +52,9 @@ def index_scores_kernel(
         byte = tl.arange(0, HALF)
         g = tl.arange(0, G)
         kv = tl.load(keys + row[:, None] * width + byte[None, :], mask=ok[:, None], other=0)
-        ks = scale_words(tl.load(keys + row[:, None] * width + HALF + g[None, :], mask=ok[:, None], other=0), HALF_FP4)
+        ks = scale_words(
+            tl.load(keys + row[:, None] * width + HALF + g[None, :], mask=ok[:, None], other=0), HALF_FP4
+        )
         klow, khigh = fp4_scaled(kv, tl.reshape(tl.broadcast_to(ks[:, :, None], (BS, G, 16)), (BS, HALF)))
         h = tl.arange(0, HP)
         hq = (h < H)[:, None]
@@ -137,7 +141,19 @@ def select_kernel(
     threshold = kth_key(key, topk, 16)
     equals = topk - tl.sum((key > threshold).to(tl.int32), 0)
     taken = store_chosen(
-        selection, sel_row, key, j, threshold, equals, 0, t, tl.load(slots + t), page_table, topk, max_pages, per_page
+        selection,
+        sel_row,
+        key,
+        j,
+        threshold,
+        equals,
+        0,
+        t,
+        tl.load(slots + t),
+        page_table,
+        topk,
+        max_pages,
+        per_page,
     )
     store_absent(selection, sel_row, taken, t, topk, TP)
 
@@ -165,13 +181,23 @@ def digit_of(histogram, k, t, chunks, CP: tl.constexpr):
 
 @triton.jit
 def first_digit_kernel(
-    state, histogram, arrived, score, visible, S, topk, chunks, KEEP: tl.constexpr, CH: tl.constexpr, CP: tl.constexpr
+    state,
+    histogram,
+    arrived,
+    score,
+    visible,
+    S,
+    topk,
+    chunks,
+    KEEP: tl.constexpr,
+    CH: tl.constexpr,
+    CP: tl.constexpr,
 ):
     """A long row's high byte: chunks count, the one that arrives last finds the digit."""
     chunk = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
     limit = tl.load(visible + t).to(tl.int32)
-    j, key = load_keys(score + t * S, chunk * CH, S, limit, KEEP, CH)
+    _, key = load_keys(score + t * S, chunk * CH, S, limit, KEEP, CH)
     digit_counts(histogram, key, key >= 0, t, chunk, chunks, 8)
     tl.debug_barrier()
     if tl.atomic_add(arrived + t, 1, sem="acq_rel") == chunks - 1:
@@ -192,7 +218,7 @@ def second_digit_kernel(
     limit = tl.load(visible + t).to(tl.int32)
     first = tl.load(state + t * 4)
     above = tl.load(state + t * 4 + 1)
-    j, key = load_keys(score + t * S, chunk * CH, S, limit, KEEP, CH)
+    _, key = load_keys(score + t * S, chunk * CH, S, limit, KEEP, CH)
     digit_counts(low, key, (key >= 0) & ((key >> 8) == first), t, chunk, chunks, 0)
     tl.debug_barrier()
     if tl.atomic_add(arrived + t, 1, sem="acq_rel") == chunks - 1:
@@ -203,7 +229,9 @@ def second_digit_kernel(
         at = (t * chunks + c[:, None]) * 256 + i[None, :]
         h = tl.load(high + at, mask=ok, other=0, cache_modifier=".cg")
         g = tl.load(low + at, mask=ok, other=0, cache_modifier=".cg")
-        larger = tl.sum(tl.where(i[None, :] > first, h, 0), 1) + tl.sum(tl.where(i[None, :] > second, g, 0), 1)
+        larger = tl.sum(tl.where(i[None, :] > first, h, 0), 1) + tl.sum(
+            tl.where(i[None, :] > second, g, 0), 1
+        )
         same = tl.sum(tl.where(i[None, :] == second, g, 0), 1)
         before = tl.cumsum(same, 0) - same
         equals = topk - above - more
@@ -241,7 +269,9 @@ def best_kernel(best, score, visible, S, blocks, BLOCK: tl.constexpr, CH: tl.con
     t = tl.program_id(1).to(tl.int64)
     seen = tl.load(visible + t).to(tl.int32)
     j = b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    v = tl.load(score + t * S + j, mask=(j < S) & (j < seen), other=-128).to(tl.int32)  # -128: the bits of -inf
+    v = tl.load(score + t * S + j, mask=(j < S) & (j < seen), other=-128).to(
+        tl.int32
+    )  # -128: the bits of -inf
     key = tl.max(ordered(v), 1)
     newest = tl.where(seen > 0, (seen - 1) // BLOCK, -1)
     key = tl.where(b == newest, 65536, tl.where(key > LOWEST, key, -1))
@@ -292,7 +322,15 @@ def mask_kernel(out, score, blocks_in, S, blocks, BLOCK: tl.constexpr, CH: tl.co
 
 
 def index_scores(
-    score: Tensor, iq: Tensor, iq_s: Tensor, index_w: Tensor, keys: Tensor, rows: Any, *, ratio: int, scratch: Any = None
+    score: Tensor,
+    iq: Tensor,
+    iq_s: Tensor,
+    index_w: Tensor,
+    keys: Tensor,
+    rows: Any,
+    *,
+    ratio: int,
+    scratch: Any = None,
 ) -> None:
     plan = rows.ratios[ratio]
     T, S = score.shape
@@ -319,7 +357,10 @@ def selection_scratch(T: int, S: int) -> dict[str, tuple[tuple[int, ...], torch.
 def _scratch(scratch: Any, T: int, S: int, device: torch.device) -> dict[str, Tensor]:
     if scratch and "selection_counts" in scratch:
         return scratch
-    return {n: torch.zeros(shape, dtype=dtype, device=device) for n, (shape, dtype) in selection_scratch(T, S).items()}
+    return {
+        n: torch.zeros(shape, dtype=dtype, device=device)
+        for n, (shape, dtype) in selection_scratch(T, S).items()
+    }
 
 
 def select(
@@ -344,7 +385,9 @@ def select(
     state, places, arrived = s["selection_state"], s["selection_places"], s["selection_arrived"]
     options = {"KEEP": keep_unreachable, "CH": ch, "num_warps": tables.scan_warps(ch)}
     cp = triton.next_power_of_2(chunks)
-    first_digit_kernel[(chunks, T)](state, high, arrived, bits, plan.visible, S, topk, chunks, CP=cp, **options)
+    first_digit_kernel[(chunks, T)](
+        state, high, arrived, bits, plan.visible, S, topk, chunks, CP=cp, **options
+    )
     second_digit_kernel[(chunks, T)](
         state, places, high, low, arrived, bits, plan.visible, S, topk, chunks, CP=cp, **options
     )
@@ -355,7 +398,14 @@ def select(
 
 
 def candidate_blocks(
-    blocks: Tensor, score: Tensor, rows: Any, *, ratio: int, block_size: int, topk_blocks: int, scratch: Any = None
+    blocks: Tensor,
+    score: Tensor,
+    rows: Any,
+    *,
+    ratio: int,
+    block_size: int,
+    topk_blocks: int,
+    scratch: Any = None,
 ) -> None:
     plan = rows.ratios[ratio]
     T, S = score.shape
@@ -363,16 +413,38 @@ def candidate_blocks(
     best = _scratch(scratch, T, S, score.device)["selection_best"]
     per = min(512, max(32, triton.next_power_of_2(n)))
     best_kernel[(triton.cdiv(n, per), T)](
-        best, score.view(torch.int16), plan.visible, S, n, BLOCK=block_size, CH=per, num_warps=4 if per > 128 else 1
+        best,
+        score.view(torch.int16),
+        plan.visible,
+        S,
+        n,
+        BLOCK=block_size,
+        CH=per,
+        num_warps=4 if per > 128 else 1,
     )
     chunk = min(tables.SELECTION_ONCE, max(32, triton.next_power_of_2(n)))
     candidate_kernel[(T,)](
-        blocks.view(torch.uint8), best, n, topk_blocks, CH=chunk, ONCE=chunk >= n, num_warps=tables.scan_warps(chunk)
+        blocks.view(torch.uint8),
+        best,
+        n,
+        topk_blocks,
+        CH=chunk,
+        ONCE=chunk >= n,
+        num_warps=tables.scan_warps(chunk),
     )
 
 
-def mask_scores(score_masked: Tensor, score: Tensor, blocks: Tensor, *, block_size: int, scratch: Any = None) -> None:
+def mask_scores(
+    score_masked: Tensor, score: Tensor, blocks: Tensor, *, block_size: int, scratch: Any = None
+) -> None:
     T, S = score.shape
     mask_kernel[(triton.cdiv(S, 1024), T)](
-        score_masked, score, blocks.view(torch.uint8), S, blocks.shape[1], BLOCK=block_size, CH=1024, num_warps=4
+        score_masked,
+        score,
+        blocks.view(torch.uint8),
+        S,
+        blocks.shape[1],
+        BLOCK=block_size,
+        CH=1024,
+        num_warps=4,
     )

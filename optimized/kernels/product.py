@@ -2,14 +2,15 @@
 
     out[t, n] = sum_k W[n, k] x[t, k]                     float32 sums of exact bf16 products
 
-The weights are the left operand of the matrix unit (its 16-row side), the activation rows the right one (8 columns a
-tile), so that one row costs no padding to 16 and the packed weights go from shared memory to the operand's registers
-without a second trip.  Packed fp4 pairs are not interleaved: the low nibbles meet the even columns of x, the high nibbles
-the odd ones, which is a fixed order of the sum.
+The weights are the left operand of the matrix unit (its 16-row side), the activation rows the right one (8
+columns a tile), so that one row costs no padding to 16 and the packed weights go from shared memory to the
+operand's registers without a second trip. Packed fp4 pairs are not interleaved: the low nibbles meet the even
+columns of x, the high nibbles the odd ones, which is a fixed order of the sum.
 
-Row invariance: the order of a sum depends on (kind, K, the tile of K, the parts of K) alone.  Tiles of rows (BM) differ with T, but every
-instruction is the same m16n8k16 whatever BM is: `num_warps` stays 1 or 2 so that no tile is large enough for the
-warp-group instruction, whose grouping of k differs.  tests/gpu shows the equality bit for bit.
+Row invariance: the order of a sum depends on (kind, K, the tile of K, the parts of K) alone. Tiles of rows (BM)
+differ with T, but every instruction is the same m16n8k16 whatever BM is: `num_warps` stays 1 or 2 so that no
+tile is large enough for the warp-group instruction, whose grouping of k differs. tests/gpu shows the equality
+bit for bit.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def tile_product(
             v = tl.load(x + t[None, :] * (K // 2) + (k // 2 + pair)[:, None], mask=xt, other=0)
             if QX:
                 xb = tl.load(xs + t[None, :] * (K // 32) + (k // 32 + g)[:, None], mask=xt, other=0)
-                even, odd = fp8_pairs(v, tl.reshape(tl.broadcast_to(power_f32(xb)[:, None, :], (G, 16, BM)), (HK, BM)))
+                even, odd = fp8_pairs(
+                    v, tl.reshape(tl.broadcast_to(power_f32(xb)[:, None, :], (G, 16, BM)), (HK, BM))
+                )
             else:
                 even, odd = bf16_pair(v)
             acc = tl.dot(low, even, acc, input_precision="ieee")
@@ -107,7 +110,8 @@ def tile_product(
             elif KIND == BF16:
                 acc = tl.dot(tl.load(w + at, mask=wn, other=0.0).to(CT), xv, acc, input_precision="ieee")
             else:
-                # the smallest slice first. A step's sum starts from zero and is added with rounding to nearest (an fma by 1, which isn't
+                # the smallest slice first. A step's sum starts from zero and is added with rounding to
+                # nearest (an fma by 1, which isn't
                 # folded into the matrix unit's own additions, that truncate): float32 weights deserve it
                 step = tl.zeros((BN, BM), tl.float32)
                 for part in tl.static_range(3):
@@ -156,7 +160,9 @@ def product_kernel(
         acc = tile_product(
             w, ws, x, xs, n_row, n_ok, xr, t_ok, slice_stride, part * PART, PART, K, KIND, QX, BN, BM, BK
         )
-        tile = (tl.program_id(2) * (tl.num_programs(1) // SPLIT) + group) * tl.num_programs(0) + tl.program_id(0)
+        tile = (tl.program_id(2) * (tl.num_programs(1) // SPLIT) + group) * tl.num_programs(
+            0
+        ) + tl.program_id(0)
         at = parts + tile * (SPLIT * BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         tl.store(at + part * (BN * BM), acc, cache_modifier=".cg")
         tl.debug_barrier()
@@ -167,7 +173,9 @@ def product_kernel(
         for i in tl.static_range(1, SPLIT):
             acc += tl.load(at + i * (BN * BM), cache_modifier=".cg")
     else:
-        acc = tile_product(w, ws, x, xs, n_row, n_ok, xr, t_ok, slice_stride, 0, PART, K, KIND, QX, BN, BM, BK)
+        acc = tile_product(
+            w, ws, x, xs, n_row, n_ok, xr, t_ok, slice_stride, 0, PART, K, KIND, QX, BN, BM, BK
+        )
         for i in range(1, SPLIT):
             acc += tile_product(
                 w, ws, x, xs, n_row, n_ok, xr, t_ok, slice_stride, i * PART, PART, K, KIND, QX, BN, BM, BK
@@ -256,7 +264,10 @@ def operands(w: Any) -> tuple[int, Tensor, Tensor, int]:
 def product_scratch(rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Partial sums, and how many of a tile's parts have arrived: zero between launches."""
     return {
-        "product_parts": ((tables.PARTS * max(8, rows if rows <= tables.MEETING_ROWS else 8),), torch.float32),
+        "product_parts": (
+            (tables.PARTS * max(8, rows if rows <= tables.MEETING_ROWS else 8),),
+            torch.float32,
+        ),
         "product_arrived": ((tables.TILES,), torch.int32),
     }
 
@@ -287,7 +298,8 @@ def _product(
             arrived = torch.zeros(needed, dtype=torch.int32, device=out.device)
     cos, sin, c, r = rope if rope is not None else (out, out, 2, 2)
     product_kernel[(tiles[0], tiles[1] * (split if meet else 1), tiles[2])](
-        out, out if outq is None else words(outq, False), ws if outs is None else outs, view, xs if qx else ws, codes, ws,
+        out, out if outq is None else words(outq, False), ws if outs is None else outs, view,
+        xs if qx else ws, codes, ws,
         cos, sin, parts, arrived, rows, n, source.numel() // source.shape[0] // k, out.numel() // rows,
         1.0 if scale is None else scale, stride,
         K=k, KIND=kind, QX=qx, EPILOGUE=epilogue, OUT_F32=out.dtype == torch.float32, FACTOR=scale is not None,
@@ -305,7 +317,16 @@ def linear(
 
 
 def linear_rope(
-    out: Tensor, xq: Tensor, xs: Tensor, x: Tensor, w: Any, rows: Any, *, kind: int, rotary: int, scratch: Any = None
+    out: Tensor,
+    xq: Tensor,
+    xs: Tensor,
+    x: Tensor,
+    w: Any,
+    rows: Any,
+    *,
+    kind: int,
+    rotary: int,
+    scratch: Any = None,
 ) -> None:
     """out bf16 [T, H, C], the last `rotary` channels of every head turned to the row's position."""
     rope = (rows.rope_cos[kind], rows.rope_sin[kind], out.shape[-1], rotary)

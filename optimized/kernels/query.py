@@ -1,9 +1,9 @@
 """What follows the first products of attention: norms, rotation and packing, one program a row and part.
 
-    attn_prep     qr = q_norm(.), Q8 of it;  window row = Q8(rotate(kv_norm(.))), C code bytes then C/32 scale bytes
-    compress      pool the group that ends here, norm, rotate, Q4c -> latent page
-    index_key     norm, rotate, Q4i -> index-key page
-    index_query   rotate, Q4i
+attn_prep     qr = q_norm(.), Q8 of it;  window row = Q8(rotate(kv_norm(.))), C code bytes then C/32 scale bytes
+compress      pool the group that ends here, norm, rotate, Q4c -> latent page
+index_key     norm, rotate, Q4i -> index-key page
+index_query   rotate, Q4i
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def attn_prep_kernel(
         c = tl.arange(0, C)
         kv = tl.load(qkv + t * (QL + C) + QL + c).to(tl.float32)
         even, odd = rotated(norm_row(kv, kv_norm, C, norm_eps, C), cos, sin, t, R, C)
-        code, byte, value = q8_groups(tl.reshape(tl.join(even, odd), (1, C // 32, 32)), 2)
+        code, byte, _ = q8_groups(tl.reshape(tl.join(even, odd), (1, C // 32, 32)), 2)
         row = win_row + t * (C + C // 32)
         tl.store(row + c, tl.reshape(code, (C,)).to(tl.uint8))
         tl.store(row + C + tl.arange(0, C // 32), tl.reshape(byte, (C // 32,)).to(tl.uint8))
@@ -174,14 +174,16 @@ def attn_prep(
 ) -> None:  # fmt: skip
     T, QL = qr.shape
     attn_prep_kernel[(T, 2)](
-        qr, words(qr_q, False), qr_s, win_row, qkv, q_norm, kv_norm, rows.rope_cos[kind], rows.rope_sin[kind], QL, norm_eps,
+        qr, words(qr_q, False), qr_s, win_row, qkv, q_norm, kv_norm, rows.rope_cos[kind],
+        rows.rope_sin[kind], QL, norm_eps,
         BQ=max(32, triton.next_power_of_2(QL)), C=kv_norm.shape[0], R=rotary, QDQ=qr_q.element_size() == 2,
         num_warps=tables.row_warps(QL),
     )  # fmt: skip
 
 
 def compress(
-    latent_row: Tensor, latent: Tensor, kv_score: Tensor, pending: Tensor | None, norm: Tensor, rows: Any, *, ratio: int,
+    latent_row: Tensor, latent: Tensor, kv_score: Tensor, pending: Tensor | None, norm: Tensor, rows: Any,
+    *, ratio: int,
     rotary: int, norm_eps: float, scratch: Any = None,
 ) -> None:  # fmt: skip
     plan = rows.ratios[ratio]
@@ -196,7 +198,15 @@ def compress(
 
 
 def index_key(
-    keys: Tensor, ik_raw: Tensor, k_norm: Tensor, rows: Any, *, ratio: int, rotary: int, norm_eps: float, scratch: Any = None
+    keys: Tensor,
+    ik_raw: Tensor,
+    k_norm: Tensor,
+    rows: Any,
+    *,
+    ratio: int,
+    rotary: int,
+    norm_eps: float,
+    scratch: Any = None,
 ) -> None:
     plan = rows.ratios[ratio]
     index_key_kernel[(ik_raw.shape[0],)](

@@ -1,4 +1,5 @@
-"""Released-size weights drawn on the device: the formats and the spread of reference/random_weights.py, by the device's generator.
+"""Released-size weights drawn on the device: the formats and the spread of reference/random_weights.py, by
+the device's generator.
 
 A 384-expert layer is 7 GB; drawn on the host it would take minutes. Values follow the seed and the tensor's name on one
 kind of device and one version of torch only, so nothing is compared with numbers from elsewhere.
@@ -27,7 +28,10 @@ class DeviceWeights(Weights):
 
     @property
     def token_map(self) -> Tensor:
-        return torch.arange(self.config.vocab_size, device=self.device) % self.config.engram_compressed_vocab_size
+        return (
+            torch.arange(self.config.vocab_size, device=self.device)
+            % self.config.engram_compressed_vocab_size
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in tensor_specs(self.config)
@@ -46,13 +50,19 @@ class DeviceWeights(Weights):
             columns = weight.shape[1] * (2 if fp4 else 1)
             std = recipe.gain / sqrt(columns) if recipe.std is None else recipe.std
             middle = 127 + floor(log2(std / (FP4_STD if fp4 else FP8_STD)))
-            bytes_ = torch.randint(middle, middle + 2, spec.shape, generator=draw, device=self.device, dtype=torch.uint8)
+            bytes_ = torch.randint(
+                middle, middle + 2, spec.shape, generator=draw, device=self.device, dtype=torch.uint8
+            )
             return bytes_.view(spec.dtype)
         if spec.dtype == torch.uint8:
             return torch.randint(0, 256, spec.shape, generator=draw, device=self.device, dtype=torch.uint8)
         if spec.dtype == torch.float8_e4m3fn:
-            if spec.shape[0] * spec.shape[1] > 1 << 28:  # an Engram table: bytes whose exponents are spread, no NaN
-                codes = torch.randint(0, 256, spec.shape, generator=draw, device=self.device, dtype=torch.uint8)
+            if (
+                spec.shape[0] * spec.shape[1] > 1 << 28
+            ):  # an Engram table: bytes whose exponents are spread, no NaN
+                codes = torch.randint(
+                    0, 256, spec.shape, generator=draw, device=self.device, dtype=torch.uint8
+                )
                 return codes.bitwise_and_(0xF7).view(spec.dtype)
             return normal(FP8_STD).clamp_(-448, 448).to(spec.dtype)
         std = recipe.gain / sqrt(spec.shape[-1]) if recipe.std is None else recipe.std

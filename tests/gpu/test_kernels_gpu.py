@@ -1,4 +1,5 @@
-"""Every kernel at released widths against its plain-torch op on the same device, and sums that don't follow the tile of rows."""
+"""Every kernel at released widths against its plain-torch op on the same device, and sums that don't
+follow the tile of rows."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_kernel_equals_the_torch_op(name: str, samples: dict[str, list[Sample]])
         assert differences(name, got, sample) == []
 
 
-@pytest.mark.parametrize(("kind", "n", "k"), [("fp8", 1792, 5120), ("bf16", 384, 5120), ("fp8", 5120, 8192), ("fp32", 64, 5120)])
+@pytest.mark.parametrize(
+    ("kind", "n", "k"), [("fp8", 1792, 5120), ("bf16", 384, 5120), ("fp8", 5120, 8192), ("fp32", 64, 5120)]
+)
 def test_a_row_has_the_bits_of_its_own_product(kind: str, n: int, k: int) -> None:
     """Rows 1, 8, 64, 130 and 600 take other tiles, and parts that meet or don't."""
     codes = torch.randn(n, k, device="cuda")

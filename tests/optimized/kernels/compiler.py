@@ -37,14 +37,21 @@ def compiled(c: Compilation, capability: int) -> Resources:
     if "WORDS" in constants:  # asked of the device at run time
         constants["WORDS"] = capability // 10 == 9 and constants["HP"] >= 64
     source = ASTSource(
-        c.kernel, dict(c.signature), constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in c.aligned}
+        c.kernel,
+        dict(c.signature),
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in c.aligned},
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(c.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as f:
         f.write(kernel.asm["cubin"])
     try:
-        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
-        sass = subprocess.run([TOOLS / "cuobjdump", "-sass", f.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", f.name], capture_output=True, text=True, check=True
+        ).stdout
+        sass = subprocess.run(
+            [TOOLS / "cuobjdump", "-sass", f.name], capture_output=True, text=True, check=True
+        ).stdout
     finally:
         os.unlink(f.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)

@@ -30,10 +30,14 @@ class BlankWeights(Weights):
         return name in tensor_specs(self.config)
 
     def _load(self, spec: TensorSpec) -> Tensor:
-        return torch.zeros(spec.shape, dtype=torch.uint8 if spec.dtype.itemsize == 1 else spec.dtype).view(spec.dtype)
+        return torch.zeros(spec.shape, dtype=torch.uint8 if spec.dtype.itemsize == 1 else spec.dtype).view(
+            spec.dtype
+        )
 
 
-def flash_slice(layers: Iterable[int] = FLASH_LAYERS, *, experts: int = 384, vocab: int = 129280, rows: int = 160_000) -> V41Config:
+def flash_slice(
+    layers: Iterable[int] = FLASH_LAYERS, *, experts: int = 384, vocab: int = 129280, rows: int = 160_000
+) -> V41Config:
     """Released widths, all roles; a smaller vocabulary and Engram table where only widths matter."""
     flash = V41Config.flash()
     changed = replace(
@@ -52,7 +56,12 @@ def flash_slice(layers: Iterable[int] = FLASH_LAYERS, *, experts: int = 384, voc
 def compilations(config: V41Config, rows: Iterable[int], context: int) -> dict[Compilation, None]:
     """What captured steps of these numbers of rows compile."""
     engine = OptimizedEngine(
-        config, BlankWeights(config), backend="triton", max_sequences=2, max_tokens=context, buckets=tuple(rows)
+        config,
+        BlankWeights(config),
+        backend="triton",
+        max_sequences=2,
+        max_tokens=context,
+        buckets=tuple(rows),
     )
     model, found = engine.model, {}
     for n in rows:

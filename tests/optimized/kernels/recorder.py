@@ -1,6 +1,7 @@
 """Every kernel launch of a step without a GPU: which kernel, with which argument types, constants and options.
 
-A model on the Triton backend records its launches (that runs nothing); then each op is called with the kernels' own `run` replaced by one
+A model on the Triton backend records its launches (that runs nothing); then each op is called with the
+kernels' own `run` replaced by one
 that notes what the launch would have compiled.
 """
 
@@ -44,14 +45,18 @@ def noted(found: dict[Compilation, None]) -> Iterator[None]:
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         values = dict(zip(self.arg_names, args, strict=False))
         values.update({k: v for k, v in kwargs.items() if k in self.arg_names})
-        options = tuple((k, v) for k, v in kwargs.items() if k not in self.arg_names and k in ("num_warps", "num_stages"))
+        options = tuple(
+            (k, v) for k, v in kwargs.items() if k not in self.arg_names and k in ("num_warps", "num_stages")
+        )
         signature, constants, aligned = [], [], []
         for i, name in enumerate(self.arg_names):
             kind, value = _typed(values[name], self.params[i].is_constexpr)
             signature.append((name, kind))
             if kind == "constexpr":
                 constants.append((name, value))
-            elif (isinstance(value, Tensor) and value.data_ptr() % 16 == 0) or (isinstance(value, int) and kind != "i1" and value % 16 == 0):
+            elif (isinstance(value, Tensor) and value.data_ptr() % 16 == 0) or (
+                isinstance(value, int) and kind != "i1" and value % 16 == 0
+            ):
                 aligned.append(i)
         found[Compilation(self, tuple(signature), tuple(constants), tuple(aligned), options)] = None
 

@@ -1,6 +1,7 @@
 """Launches of real steps with what the plain-torch ops made of them: the cases that every kernel is held to.
 
-An engine on the torch backend takes a few steps; of every op a handful of launches with distinct argument shapes and constants
+An engine on the torch backend takes a few steps; of every op a handful of launches with distinct argument
+shapes and constants
 is kept, its arguments copied before and after.  A kernel gets the copies from before and must leave what stands after.
 Workspaces are poisoned with NaN, so an element that a kernel fails to write shows.
 """
@@ -57,17 +58,30 @@ def copied(args: Sequence[Any]) -> list[Any]:
 
 
 def collect(
-    config: V41Config, weights: Weights, device: str, steps: Sequence[Sequence[tuple[int, int]]], most: int, capacity: int = 96
+    config: V41Config,
+    weights: Weights,
+    device: str,
+    steps: Sequence[Sequence[tuple[int, int]]],
+    most: int,
+    capacity: int = 96,
 ) -> dict[str, list[Sample]]:
     """steps: each a list of (sequence, tokens). most: samples of one op."""
-    engine = OptimizedEngine(config, weights, device=device, checking=True, max_sequences=SLOTS, max_tokens=capacity)
+    engine = OptimizedEngine(
+        config, weights, device=device, checking=True, max_sequences=SLOTS, max_tokens=capacity
+    )
     found: dict[str, list[Sample]] = {}
     seen: set[tuple[Any, ...]] = set()
 
     def keep(name: str, op: Any) -> Any:
         def run(*args: Any, scratch: Any = None, **constants: Any) -> None:
-            shapes = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else getattr(a, "kind", None) for a in args)
-            key = (name, shapes, tuple(sorted((k, v) for k, v in constants.items() if not isinstance(v, Tensor))))
+            shapes = tuple(
+                (tuple(a.shape), a.dtype) if isinstance(a, Tensor) else getattr(a, "kind", None) for a in args
+            )
+            key = (
+                name,
+                shapes,
+                tuple(sorted((k, v) for k, v in constants.items() if not isinstance(v, Tensor))),
+            )
             wanted = key not in seen and len(found.setdefault(name, [])) < most
             before = copied(args) if wanted else []
             op(*args, scratch=scratch, **constants)
@@ -83,7 +97,9 @@ def collect(
     for step in steps:
         runs = []
         for sequence, count in step:
-            ids = tuple((7 * (at[sequence] + i) ** 2 + 3 + sequence) % (config.vocab_size - 1) for i in range(count))
+            ids = tuple(
+                (7 * (at[sequence] + i) ** 2 + 3 + sequence) % (config.vocab_size - 1) for i in range(count)
+            )
             runs.append(Run(handles[sequence], ids, at[sequence]))
             at[sequence] += count
         engine.step(runs)
@@ -117,7 +133,9 @@ def differences(name: str, got: Sequence[Any], sample: Sample) -> list[str]:
             x, y = a.double().nan_to_num(0, 0, 0), b.double().nan_to_num(0, 0, 0)
             error = float((x - y).abs().max() / x.abs().max().clamp_min(1e-30))
             if error > limit:
-                problems.append(f"{name} argument {i}: {error:.3g} of the largest element, allowed {limit:.3g}")
+                problems.append(
+                    f"{name} argument {i}: {error:.3g} of the largest element, allowed {limit:.3g}"
+                )
         else:
             share = float((a != b).float().mean())
             if share > (CODES_MAY_DIFFER if limit and a.dtype == torch.uint8 else 0.0):

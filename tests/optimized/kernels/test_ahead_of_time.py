@@ -18,7 +18,8 @@ from tests.optimized.kernels.launches import compilations, flash_slice
 from tests.optimized.kernels.recorder import Compilation
 
 ARCHITECTURES = (80, 90, 100, 120)
-# stores to local memory in one kernel: none to speak of where the kernels were tuned, a bound elsewhere and for prefill tiles
+# stores to local memory in one kernel: none to speak of where the kernels were tuned, a bound elsewhere
+# and for prefill tiles
 SPILL_INSTRUCTIONS = {90: 16}
 SPILLS_ELSEWHERE, SPILLS_OF_PREFILL = 256, 80
 REPORT = Path(__file__).parents[3] / "reports" / "out" / "kernel-resources.json"
@@ -52,9 +53,17 @@ def allowed(r: Resources) -> int:
 
 def check(resources: list[Resources]) -> None:
     REPORT.parent.mkdir(parents=True, exist_ok=True)
-    known = {(r["kernel"], r["capability"], r["constants"]): r for r in json.loads(REPORT.read_text())} if REPORT.exists() else {}
+    known = (
+        {(r["kernel"], r["capability"], r["constants"]): r for r in json.loads(REPORT.read_text())}
+        if REPORT.exists()
+        else {}
+    )
     known.update({(r.kernel, r.capability, r.constants): asdict(r) for r in resources})
-    REPORT.write_text(json.dumps(sorted(known.values(), key=lambda r: (r["kernel"], r["capability"], r["constants"])), indent=1))
+    REPORT.write_text(
+        json.dumps(
+            sorted(known.values(), key=lambda r: (r["kernel"], r["capability"], r["constants"])), indent=1
+        )
+    )
     spilling = [r for r in resources if r.spill_stores > allowed(r)]
     assert not spilling, "\n".join(map(str, spilling))
     assert all(r.shared <= 227 * 1024 for r in resources)

@@ -1,4 +1,5 @@
-"""Every kernel in Triton's interpreter against its plain-torch op, on launches of toy steps. Run by ../test_interpreter.py."""
+"""Every kernel in Triton's interpreter against its plain-torch op, on launches of toy steps. Run by
+../test_interpreter.py."""
 
 from __future__ import annotations
 
@@ -76,5 +77,7 @@ def test_every_slot_lies_in_one_tile_of_its_expert(rows: int, experts: int) -> N
     found = [int(members[t * size + m]) for t in range(tiles) for m in range(int(count[t]))]
     assert sorted(found) == list(range(rows * top_k))
     assert all(
-        int(idx.view(-1)[members[t * size + m]]) == int(expert[t]) for t in range(tiles) for m in range(int(count[t]))
+        int(idx.view(-1)[members[t * size + m]]) == int(expert[t])
+        for t in range(tiles)
+        for m in range(int(count[t]))
     )
