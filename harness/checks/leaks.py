@@ -34,7 +34,8 @@ from reference.errors import AllocationError, DSV41Error
 
 NAME = "leaks"
 CYCLES = 4
-LAUNCHES = 8  # single launches that are made to fail
+MANY = ("step.launch", "restore.")  # points of failure of which a few are tried
+FEW = 6
 GRACE = 1  # live tensors that may come and go between cycles
 
 
@@ -312,18 +313,14 @@ def injected(books: Leaks, base: dict[str, Any]) -> None:
 
 
 def _spread(names: list[str]) -> Iterator[tuple[int, str]]:
-    """Every allocation; of other points the first and the last call of each name, of single launches a few."""
-    launches = [i for i, name in enumerate(names) if name.startswith("step.launch")]
-    few = set(launches[:: max(1, len(launches) // LAUNCHES)])
+    """Every allocation; of the many launches and restored fields a few; of other points the first and last call."""
+    few: set[int] = set()
+    for prefix in MANY:
+        places = [i for i, name in enumerate(names) if name.startswith(prefix)]
+        few |= set(places[:: max(1, len(places) // FEW)])
     for place, name in enumerate(names):
-        if (
-            place in few
-            or name.startswith("alloc")
-            or (
-                not name.startswith("step.launch")
-                and (name not in names[:place] or name not in names[place + 1 :])
-            )
-        ):
+        seldom = not name.startswith(MANY) and (name not in names[:place] or name not in names[place + 1 :])
+        if place in few or seldom or name.startswith("alloc"):
             yield place, name
 
 
