@@ -57,3 +57,29 @@ def test_a_row_has_the_bits_of_its_own_product(kind: str, n: int, k: int) -> Non
         product.linear(part, x[:rows].contiguous(), x[:rows].contiguous(), None, w)
         assert torch.equal(part, whole[:rows]), rows
     assert tables.MEETING_ROWS in range(64, 130)
+
+
+@pytest.mark.parametrize("rows", [8, 9, 16, 40, 600])
+def test_a_row_in_a_crowd_has_the_bits_of_the_row_alone(rows: int) -> None:
+    """More rows choose one expert than a tile holds: seen wrong once, in a step of 16 rows of which nine chose alike."""
+    hidden, inner, bank, top_k = 256, 128, 4, 2
+    codes = torch.randint(0, 256, (bank, 2 * inner, hidden // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(116, 122, (bank, 2 * inner, hidden // 32), dtype=torch.uint8, device="cuda")
+    w13 = Weight("fp4", codes, scale, None, (2 * inner, hidden))
+    shared = Weight("bf16", torch.randn(2 * inner, hidden, device="cuda").bfloat16(), None, None, (2 * inner, hidden))
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    idx = torch.stack([torch.randperm(bank, device="cuda")[:top_k] for _ in range(rows)])
+    idx[rows // 3 :] = idx[0]
+    gates = torch.rand(rows, top_k, device="cuda")
+
+    def up(part: slice) -> torch.Tensor:
+        n = len(x[part])
+        h = torch.full((n, top_k + 1, inner), torch.nan, device="cuda", dtype=torch.bfloat16)
+        hs = torch.empty(n, top_k + 1, inner // 32, dtype=torch.uint8, device="cuda")
+        args = (x[part].contiguous(), x[part].contiguous(), hs, idx[part].contiguous(), gates[part].contiguous())
+        TRITON_OPS["expert_up"](h, torch.empty_like(h), hs, *args, w13, shared, limit=10.0)
+        return h
+
+    whole = up(slice(0, rows))
+    for t in range(rows):
+        assert torch.equal(up(slice(t, t + 1))[0], whole[t]), t
