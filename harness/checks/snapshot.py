@@ -300,7 +300,7 @@ def _without(metadata: dict[str, str], name: str) -> dict[str, str]:
 def run(ctx: CheckContext) -> CheckResult:
     result = CheckResult()
     every = scenarios(ctx)
-    run_scenarios(ctx, NAME, "SN", islice(every, 3), style="prefill", result=result)
+    run_scenarios(ctx, NAME, "SN", islice(every, 5), style="prefill", result=result)
     for index, part in enumerate((other_rings, refusals)):
         if result.findings and stops_first(ctx):
             return result
