@@ -66,7 +66,8 @@ def test_a_row_in_a_crowd_has_the_bits_of_the_row_alone(rows: int) -> None:
     codes = torch.randint(0, 256, (bank, 2 * inner, hidden // 2), dtype=torch.uint8, device="cuda")
     scale = torch.randint(116, 122, (bank, 2 * inner, hidden // 32), dtype=torch.uint8, device="cuda")
     w13 = Weight("fp4", codes, scale, None, (2 * inner, hidden))
-    shared = Weight("bf16", torch.randn(2 * inner, hidden, device="cuda").bfloat16(), None, None, (2 * inner, hidden))
+    shared_codes = torch.randn(2 * inner, hidden, device="cuda").bfloat16()
+    shared = Weight("bf16", shared_codes, None, None, (2 * inner, hidden))
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
     idx = torch.stack([torch.randperm(bank, device="cuda")[:top_k] for _ in range(rows)])
     idx[rows // 3 :] = idx[0]
