@@ -61,7 +61,7 @@ def test_a_row_has_the_bits_of_its_own_product(kind: str, n: int, k: int) -> Non
 
 @pytest.mark.parametrize("rows", [8, 9, 16, 40, 600])
 def test_a_row_in_a_crowd_has_the_bits_of_the_row_alone(rows: int) -> None:
-    """More rows choose one expert than a tile holds: seen wrong once, in a step of 16 rows of which nine chose alike."""
+    """More rows choose an expert than its tile holds: once wrong, in a step of 16 rows of which nine chose alike."""
     hidden, inner, bank, top_k = 256, 128, 4, 2
     codes = torch.randint(0, 256, (bank, 2 * inner, hidden // 2), dtype=torch.uint8, device="cuda")
     scale = torch.randint(116, 122, (bank, 2 * inner, hidden // 32), dtype=torch.uint8, device="cuda")
