@@ -97,7 +97,7 @@ def row_finding(ctx: CheckContext, check: str, detector: str, scenario: Scenario
             plain = "one pass" if truth.style == "prefill" else "one token at a time"
             return ctx.finding(
                 check, detector,
-                f"{scenario.name}: the {tap} of position {row.position} are not those of {plain}"
+                f"{scenario.name}: the {tap} row of position {row.position} is not that of {plain}"
                 f" over the same tokens ({difference.kind})",
                 operations=ops.to_json(scenario.operations[: row.operation + 1]), sequence=row.sequence,
                 position=row.position, tap=tap, expected=difference.expected, actual=difference.actual,

@@ -97,7 +97,7 @@ def compare(ctx: CheckContext, truth: Walk, walk: Walk, how: str, result: CheckR
             difference = row_difference(expected, actual, bitwise)
             if difference is not None and not is_blind(ctx):
                 message = (
-                    f"with image tokens, {how}: the {tap} of position {position} are not those of one pass"
+                    f"with image tokens, {how}: the {tap} row of position {position} is not that of one pass"
                 )
                 result.findings.append(
                     ctx.finding(NAME, "DP", message, position=position, tap=tap, expected=difference.expected,
