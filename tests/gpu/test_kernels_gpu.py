@@ -77,7 +77,13 @@ def test_a_row_in_a_crowd_has_the_bits_of_the_row_alone(rows: int) -> None:
         n = len(x[part])
         h = torch.full((n, top_k + 1, inner), torch.nan, device="cuda", dtype=torch.bfloat16)
         hs = torch.empty(n, top_k + 1, inner // 32, dtype=torch.uint8, device="cuda")
-        args = (x[part].contiguous(), x[part].contiguous(), hs, idx[part].contiguous(), gates[part].contiguous())
+        args = (
+            x[part].contiguous(),
+            x[part].contiguous(),
+            hs,
+            idx[part].contiguous(),
+            gates[part].contiguous(),
+        )
         TRITON_OPS["expert_up"](h, torch.empty_like(h), hs, *args, w13, shared, limit=10.0)
         return h
 

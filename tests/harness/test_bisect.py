@@ -26,7 +26,9 @@ def context(toy, op: str | None) -> CheckContext:
         if op is not None:
             table = engine.model.ops
             table.replace(op, broken(table[op]))
-            table.replace("embed", lambda *a, _old=table["embed"], **k: _old(*a, **k))  # another form, but a right one
+            table.replace(
+                "embed", lambda *a, _old=table["embed"], **k: _old(*a, **k)
+            )  # another form, but a right one
         return engine
 
     return replace(toy, engine_factory=build, _shared={})

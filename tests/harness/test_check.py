@@ -23,7 +23,9 @@ def test_the_registry_finds_every_check_and_each_says_what_it_proves():
     for check in checks.values():
         assert len(check.proves) > 20 and check.detectors, check.name
         assert set(check.detectors) <= set(DETECTORS), check.name
-        assert callable(check.required_paths) or check.required_paths, f"{check.name} can pass without going anywhere"
+        assert callable(check.required_paths) or check.required_paths, (
+            f"{check.name} can pass without going anywhere"
+        )
 
 
 def test_a_required_path_never_taken_is_a_finding(toy):

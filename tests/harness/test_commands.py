@@ -26,7 +26,11 @@ STALE = {"release_stale_index_k": True}
 def test_a_correct_engine_passes_and_leaves_a_page(tmp_path, console):
     assert commands.verify("optimized", checks=["interleave"], out=tmp_path, console=console) == 0
     data = json.loads((tmp_path / "verify.json").read_text())
-    assert (data["status"], data["checks"][0]["check"], data["checks"][0]["status"]) == (0, "interleave", "passed")
+    assert (data["status"], data["checks"][0]["check"], data["checks"][0]["status"]) == (
+        0,
+        "interleave",
+        "passed",
+    )
     page = (tmp_path / "verify.html").read_text()
     assert "interleave" in page and "0 findings" in page
     assert not any(mark in page for mark in ("<script src", "<link", "http://", "https://")), "self-contained"

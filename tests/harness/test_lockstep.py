@@ -18,7 +18,9 @@ def seen(toy, tokens) -> Observed:
 
 
 def report(toy, observed: Observed):
-    return against_reference(toy.reference(precision="float64"), toy.reference(), observed, weights=toy.weights)
+    return against_reference(
+        toy.reference(precision="float64"), toy.reference(), observed, weights=toy.weights
+    )
 
 
 def changed(observed: Observed, tap: str, change) -> Observed:
@@ -35,7 +37,9 @@ def test_the_optimised_engine_follows_the_contract(toy, seen):
 
 
 @pytest.mark.parametrize("split", [(), range(14, 32)])
-def test_stale_index_keys_show_in_decode_alone_at_an_even_position_at_a_ratio_2_index_source(toy, tokens, split):
+def test_stale_index_keys_show_in_decode_alone_at_an_even_position_at_a_ratio_2_index_source(
+    toy, tokens, split
+):
     engine = ReferenceEngine(toy.config, toy.weights, release_stale_index_k=True)
     first = report(toy, observe(engine, tokens, split, taps=wanted_taps(toy.config))).first
     if not split:
@@ -65,7 +69,11 @@ def test_nan_is_found(toy, seen):
 @pytest.mark.parametrize(
     ("tap", "change", "words"),
     [
-        ("L4.selection", lambda v: v[30].copy_(torch.tensor([0, 1, 2, 3, 4, 15])), "not reachable|left out for"),
+        (
+            "L4.selection",
+            lambda v: v[30].copy_(torch.tensor([0, 1, 2, 3, 4, 15])),
+            "not reachable|left out for",
+        ),
         ("L4.selection", lambda v: v[30].copy_(v[30].flip(0)), "not ascending"),
         ("L4.selection", lambda v: v[30, :2].fill_(4), "chosen 2 times"),
         ("L5.candidates", lambda v: v[31].fill_(True), "chosen, .* reachable and wanted"),

@@ -61,7 +61,9 @@ def test_the_example_passes(toy, check):
 )
 def test_a_broken_engine_gives_its_own_finding_and_never_hangs(toy, fault, detector, words):
     command = f"{EXAMPLE} --fault {fault}"
-    ctx = make_context(f"remote:{command}", toy.config, weights=toy.weights, options={"seconds": 0.5}, budget=1.0)
+    ctx = make_context(
+        f"remote:{command}", toy.config, weights=toy.weights, options={"seconds": 0.5}, budget=1.0
+    )
     began = time.monotonic()
     result = run_check(select(["machine"])[0], ctx)
     assert time.monotonic() - began < 45
@@ -127,5 +129,3 @@ def test_frames():
             wire.frame_length(nonsense)
     with pytest.raises(wire.FrameError, match="no JSON object"):
         wire.decode(wire.PREFIX.pack(b"DSV1", 2, 0) + b"[]")
-
-
