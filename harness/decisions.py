@@ -140,26 +140,6 @@ def judge_candidates(
     return judge_top_k(blocks, chosen, k, noise)
 
 
-def judge_codes(values: Tensor, expected: Tensor, actual: Tensor, grid: Tensor, noise: float) -> Verdict:
-    """Quantiser codes of scaled values [n] in float64, before rounding to `grid` (ascending values, index =
-    code).
-
-    A differing code is a rounding when the value lies within `noise` of the boundary between the two codes,
-    which must be neighbours.
-    """
-    if actual.numel() and not bool(((actual >= 0) & (actual < grid.numel())).all()):
-        return wrong(f"code outside 0..{grid.numel() - 1}")
-    different = (expected != actual).nonzero().flatten()
-    if not different.numel():
-        return SAME
-    low, high = torch.minimum(expected, actual)[different], torch.maximum(expected, actual)[different]
-    if bool((high - low > 1).any()):
-        return wrong("a code off by more than one step")
-    distance = (values[different] - (grid[low] + grid[high]) / 2).abs()
-    margin = distance.max().item()
-    return Verdict(False, margin <= noise, f"{different.numel()} codes across a boundary", margin, noise)
-
-
 def judge_integers(expected: Tensor, actual: Tensor) -> Verdict:
     """n-gram rows: equal, or wrong."""
     if expected.shape == actual.shape and bool((expected == actual).all()):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from harness import taps as tap_names
 from harness import tolerances
+from harness.codes import judge_window_codes
 from harness.compare import (
     Difference,
     compare_whole,
@@ -133,7 +134,7 @@ def against_reference(
     helpers = [
         f"L{role.index}.{name}"
         for role in config.layers()
-        for name in ("ffn_in", "index_score", "index_score_masked")
+        for name in ("ffn_in", "index_score", "index_score_masked", "win_value")
     ]
     asked = {*names, *helpers} - {"hidden", "logits"}
     decided = forcible(config, observed)
@@ -155,6 +156,11 @@ def against_reference(
                 tolerances.for_tap(tap_names.split(name)[1], kind).floor / 4
             )  # one rounding of the tap's format
             report.contract[name] = contract_ratio(own64[name], own[name], observed.taps[name], floor)
+    for name, rows in window_codes(config, observed, own64, own).items():
+        accepted = sum(1 for v in rows if v.accepted and not v.same)
+        if accepted:
+            report.accepted[name] = accepted
+        found[name] = {**decision_divergences(name, rows, observed), **found.get(name, {})}
     if report.follows_contract:
         for name, ratio in report.contract.items():
             if not ratio <= tolerances.CONTRACT_K:
@@ -162,6 +168,19 @@ def against_reference(
                 found[name] = {**first, **found.get(name, {})}
     report.divergences = ordered(found, names, [role.index for role in config.layers()])
     return report
+
+
+def window_codes(
+    config: Any, observed: Observed, exact: Mapping[str, Tensor], release: Mapping[str, Tensor]
+) -> dict[str, list[Verdict]]:
+    """Verdicts of the stored window rows that the engine shows, by tap and row."""
+    return {
+        f"{layer}.win_row": judge_window_codes(
+            exact[f"{layer}.win_value"], release[f"{layer}.win_value"], observed.taps[f"{layer}.win_row"]
+        )
+        for layer in (f"L{role.index}" for role in config.layers())
+        if f"{layer}.win_row" in observed.taps and f"{layer}.win_value" in exact
+    }
 
 
 def without_padding(config: Any, taps: Mapping[str, Tensor]) -> dict[str, Tensor]:

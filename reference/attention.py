@@ -80,6 +80,7 @@ def attention(x: Tensor, w: Attention, step: Step) -> Tensor:
     o = attend(q, w, step)
     tap(f"{name}.q", q)
     tap(f"{name}.win_row", row)
+    tap(f"{name}.win_value", lambda: window_value(x, step.positions, w, step.precision))
     tap(f"{name}.sparse_o", o)
     return output(o, step.positions, w, step.precision)
 
@@ -93,9 +94,14 @@ def query(x: Tensor, positions: Tensor, w: Attention, precision: Precision) -> t
 
 def window_row(x: Tensor, positions: Tensor, w: Attention, precision: Precision) -> Tensor:
     """x [T, D] -> [T, C]: rotated, then quantised over its whole width."""
-    kv = rms_norm(linear(x, w.wkv, precision), w.kv_norm, w.norm_eps, precision)
-    kv = rotate(kv, positions, w.frequencies, precision)
+    kv = window_value(x, positions, w, precision)
     return qdq_fp8(kv) if precision.cache_quantizers else kv
+
+
+def window_value(x: Tensor, positions: Tensor, w: Attention, precision: Precision) -> Tensor:
+    """x [T, D] -> the window row [T, C] before its quantiser."""
+    kv = rms_norm(linear(x, w.wkv, precision), w.kv_norm, w.norm_eps, precision)
+    return rotate(kv, positions, w.frequencies, precision)
 
 
 def compress(x: Tensor, w: Attention, compressor: Compressor, step: Step) -> None:

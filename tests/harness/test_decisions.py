@@ -6,7 +6,6 @@ import torch
 
 from harness.decisions import (
     judge_candidates,
-    judge_codes,
     judge_experts,
     judge_integers,
     judge_selection,
@@ -79,18 +78,6 @@ def test_candidate_blocks_keep_the_newest_and_ignore_what_is_not_visible():
     other = torch.tensor([1, 1, 0, 0, 1, 0], dtype=torch.bool)
     assert not judge_candidates(blocks, other, 5, 2, 2, 0.4).accepted
     assert judge_candidates(blocks, other, 5, 2, 2, 0.6).accepted
-
-
-def test_codes_across_a_boundary():
-    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    values = torch.tensor([0.74, 2.6, 5.2], dtype=torch.float64)
-    expected = torch.tensor([1, 5, 7])
-    assert judge_codes(values, expected, expected, grid, 0.0).same
-    near = judge_codes(values, expected, torch.tensor([2, 5, 7]), grid, 0.02)
-    assert near.accepted and not near.same
-    assert not judge_codes(values, expected, torch.tensor([1, 4, 7]), grid, 0.02).accepted
-    assert "more than one step" in judge_codes(values, expected, torch.tensor([3, 5, 7]), grid, 9.0).reason
-    assert "outside" in judge_codes(values, expected, torch.tensor([9, 5, 7]), grid, 9.0).reason
 
 
 def test_integers_have_no_noise():

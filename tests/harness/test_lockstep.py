@@ -50,6 +50,25 @@ def test_stale_index_keys_show_in_decode_alone_at_an_even_position_at_a_ratio_2_
     assert role.is_index_source and role.ratio == 2
 
 
+@pytest.mark.parametrize("change", ["another code", "no code"])
+def test_one_wrong_code_that_the_row_error_hides_is_found(toy, seen, change):
+    def nudge(value):
+        group = value[11, :32]
+        if change == "no code":
+            group[4] += group.abs().max() * 2.0**-12
+            return
+        # another value of the group, so that it is a code of its scale: half a unit away, in a row of RMS one
+        far = (group.unsqueeze(0) - group.unsqueeze(1)).abs()
+        place, other = divmod(int((far - 0.5).abs().argmin()), 32)
+        group[place] = group[other].clone()
+
+    observed = changed(seen, "L3.win_row", nudge)
+    first = report(toy, observed).first
+    assert (first.position, first.tap) == (11, "L3.win_row") and first.error > first.limit
+    words = "does not round to" if change == "another code" else "no code"
+    assert words in first.kind
+
+
 def test_one_value_off_is_found_at_its_place(toy, seen):
     def nudge(value):
         value[11, 2] += 8 * value[11].abs().max()
