@@ -107,9 +107,12 @@ def cosine_differences(expected: Tensor, actual: Tensor) -> Tensor:
 
 def limits(exact: Tensor, release: Tensor, tolerance: tolerances.Tolerance) -> Tensor:
     """The derived limit of each row, float64 [T]: k times as far from float64 as release precision is, with
-    a floor.
+    a floor; where a row has few entries, as release precision is in that row or over all rows.
     """
-    return (tolerance.k * row_errors(exact, release)).clamp_min(tolerance.floor)
+    errors = row_errors(exact, release)
+    if exact[:1].numel() < tolerances.ROW_MIN_ENTRIES and len(errors) >= tolerances.WHOLE_MIN_ROWS:
+        errors = torch.maximum(errors, errors.square().mean().sqrt())
+    return (tolerance.k * errors).clamp_min(tolerance.floor)
 
 
 def compare(expected: Tensor, actual: Tensor, limit: Tensor | float) -> Difference | None:

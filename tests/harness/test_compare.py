@@ -122,3 +122,15 @@ def test_rounding_has_no_bias_and_truncation_has():
     found = sign_bias(exact, truncated)
     assert found is not None and found.kind == "magnitude bias"
     assert sign_bias(exact, exact + 1e-3).kind == "sign bias"
+
+
+def test_a_row_of_few_entries_is_measured_by_all_rows_of_its_tap():
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.rand(64, 2, generator=generator, dtype=torch.float64) + 0.5
+    release = exact * (1 + 1e-3 * torch.randn(64, 2, generator=generator, dtype=torch.float64))
+    release[7] = exact[7]  # by luck
+    fp32 = tolerances.ROW["fp32"]
+    typical = row_errors(exact, release).square().mean().sqrt()
+    assert limits(exact, release, fp32)[7] == fp32.k * typical
+    wide = exact.repeat(1, 8)
+    assert limits(wide, release.repeat(1, 8), fp32)[7] == fp32.floor
