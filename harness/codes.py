@@ -39,14 +39,17 @@ def judge_window_codes(exact: Tensor, release: Tensor, actual: Tensor) -> list[V
     noise = row_noise(exact, release)  # [T]
     rows, stored = (x.double().unflatten(-1, (-1, GROUP_FP8)) for x in (exact, actual))
     largest, grid = rows.abs().amax(-1, keepdim=True), e4m3_grid()
+    low, high = (
+        power_of_two_ceil((largest + moved[:, None, None]).clamp(min=AMAX_FLOOR_FP8) / E4M3_MAX)
+        for moved in (-noise, noise)
+    )
     margins = []
-    for moved in (-noise, noise):
-        amax = (largest + moved[:, None, None]).clamp(min=AMAX_FLOOR_FP8)
-        scale = power_of_two_ceil(amax / E4M3_MAX)
+    for octave in range(int((high / low).log2().max()) + 1):
+        scale = torch.minimum(low * 2.0**octave, high)
         codes = stored / scale
         on_grid = torch.where(round_e4m3(codes) == codes, codes, torch.nan)
         margins.append((cell_distance(rows / scale, on_grid, grid) * scale).amax(-1))
-    margin = torch.minimum(*margins).amax(-1)  # [T]
+    margin = torch.stack(margins).amin(0).amax(-1)  # [T]: each group by its best scale
     same = (actual.double() == qdq_fp8(release.float()).double()).all(-1)
     return [
         SAME if same[t] and margin[t] <= noise[t] else _verdict(margin[t].item(), noise[t].item())

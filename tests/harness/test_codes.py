@@ -39,3 +39,11 @@ def test_a_scale_of_the_wrong_size_and_truncated_codes_are_wrong():
     for step in (16.0, 64.0):  # two and four mantissa bits less
         coarse = (exact.unflatten(-1, (-1, 32)) / scale / step).round() * step * scale
         assert not any(v.accepted for v in judge_window_codes(exact, release, coarse.flatten(-2)))
+
+
+def test_every_scale_that_a_small_group_can_have_within_the_noise_is_tried():
+    exact = rows(5)
+    exact[:, 32:] *= 0.02  # far below the row's noise: its scale may be any of several powers of two
+    moved = exact + 0.05 * rows(6)
+    verdicts = judge_window_codes(exact, exact + 0.05 * rows(7), qdq_fp8(moved))
+    assert all(v.accepted for v in verdicts)
