@@ -13,6 +13,8 @@ from reference.random_weights import RandomWeights
 from reports.compare_runs import compare_calls, wall
 from tests.benchmarks.launches import trace
 
+# a machine that does other work at the same time decides these, so they run where somebody asks for them
+pytestmark = pytest.mark.slow
 pytest.importorskip("scipy", reason="pip install 'dsv41-testbed[bench]'")
 CONFIG = load_config("toy")
 
