@@ -1,4 +1,4 @@
-"""Decisions compared as decisions: selections, candidate blocks, experts, n-gram rows, quantiser codes.
+"""Decisions compared as decisions: selections, candidate blocks, experts, n-gram rows; codes stand in codes.py.
 
 A decision is first asked whether it is one at all: reachable, no duplicate, the right count, the order that
 the contract states. If it then differs from the decision in float64, the margin judges it: with s the
